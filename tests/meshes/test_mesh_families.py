@@ -14,8 +14,8 @@ from turbojax import models
 from turbojax.kv import causal_attention
 from turbojax.models.families import ExpertsConfig
 from turbojax.models.quantized_layer import QuantizedLinear
+from turbojax.models.tensor_parallel.placing import local_layer
 from turbojax.models.tensor_parallel.programs import on_mesh
-from turbojax.models.tensor_parallel.quantized_parts import local_layer
 from turbojax.parallel import Axes
 from turbojax.quantizers.int4 import dequantize, gate_and_up, quantize_weight
 from turbojax.quantizers.int4_parts import (

@@ -19,7 +19,7 @@ from turbojax.kv.kivi import KIVI
 from turbojax.models import GREEDY, Sampling
 from turbojax.models.generation import session as generation
 from turbojax.models.generation import steps
-from turbojax.models.generation.buckets import bucket, cache_bucket, prompt_bucket
+from turbojax.models.generation.padding import bucket, cache_bucket, prompt_bucket
 from turbojax.models.text.tokenizer import NumberTokenizer
 
 SMALL_BLOCKS = tj.TurboConfig(block_kv=16, buffer_size=16, block_q=16)

@@ -16,12 +16,11 @@ from tests.models.moe_helpers import CONFIGS, logits, relative
 from turbojax import models, smoothing
 from turbojax.flax.norms import rms_norm
 from turbojax.models import TransformerConfig
-from turbojax.models.calibration import calibrate
 from turbojax.models.families import ExpertsConfig
 from turbojax.models.feed_forward import Experts, apply_experts, tile_of
+from turbojax.models.layer_by_layer import calibrate
 from turbojax.models.quantize import layer_params, layer_weights
-from turbojax.models.quantized_experts import QuantizedExperts
-from turbojax.models.quantized_layer import QuantizedMlp
+from turbojax.models.quantized_layer import QuantizedExperts, QuantizedMlp
 from turbojax.ops.grouped_matmul.tiles import most_tiles
 from turbojax.quantizers import quantize_tokens
 from turbojax.quantizers.int4 import dequantize

@@ -14,7 +14,7 @@ from tests.models.family_helpers import least
 from turbojax import models
 from turbojax.app.main import app
 from turbojax.models.checkpoint.huggingface import expected_shapes
-from turbojax.models.checkpoint.packed import formats
+from turbojax.models.checkpoint.packed import reading
 from turbojax.models.config import model_config
 
 FAMILIES = ("llama", "qwen2", "qwen3", "phi3")
@@ -212,7 +212,7 @@ def test_refused_compressed_tensors():
         (ValueError, "config_groups must hold a group", {"config_groups": {}}),
     ):
         with pytest.raises(error, match=message):
-            formats.parse({**good, **keys})
+            reading.parse({**good, **keys})
 
 
 def test_refused_awq():
@@ -224,9 +224,9 @@ def test_refused_awq():
     ):
         [(key, value)] = keys.items()
         with pytest.raises(NotImplementedError, match=f"{key}={value!r} is not supported"):
-            formats.parse(packed.awq_config(64, **{key: value}))
+            reading.parse(packed.awq_config(64, **{key: value}))
     with pytest.raises(ValueError, match="192 inputs must be a multiple of group_size=128"):
-        formats.parse(packed.awq_config(128)).parts(64, 192)
+        reading.parse(packed.awq_config(128)).parts(64, 192)
 
 
 @pytest.mark.quick(slow=1)

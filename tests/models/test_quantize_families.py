@@ -16,8 +16,8 @@ from tests.models import hf_helpers as hf
 from turbojax import models, smoothing
 from turbojax.flax.norms import rms_norm
 from turbojax.models import causal_attention
-from turbojax.models.calibration import calibrate
 from turbojax.models.decoder import for_length
+from turbojax.models.layer_by_layer import calibrate
 from turbojax.models.quantize import layer_weights
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedMlp
 from turbojax.quantizers import quantize_tokens

@@ -11,8 +11,8 @@ from flax import nnx
 from turbojax import models, smoothing
 from turbojax.kv.kv4 import through_kv4
 from turbojax.models import causal_attention
-from turbojax.models.calibration import calibrate
 from turbojax.models.generation import session as generation
+from turbojax.models.layer_by_layer import calibrate
 from turbojax.models.quantize import layer_params, layer_weights, quantize_from
 from turbojax.models.quantized import take_rows
 from turbojax.quantizers.int4 import Int4Weight, dequantize, quantize_weight

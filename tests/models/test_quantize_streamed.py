@@ -11,7 +11,7 @@ from flax import nnx
 from tests.models import hf_helpers as hf
 from turbojax import models, smoothing
 from turbojax.models import quantize
-from turbojax.models.checkpoint.stored import StoredDecoder
+from turbojax.models.checkpoint.weights import StoredDecoder
 
 CONFIG = models.TransformerConfig(
     vocab_size=64,

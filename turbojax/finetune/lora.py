@@ -21,10 +21,11 @@ from turbojax.finetune.split import Split
 from turbojax.finetune.trainer import check_remat, dense_attention
 from turbojax.models import Attend, PooledAttention
 from turbojax.models.decoder import Decoder, apply_layers, for_length
-from turbojax.models.float_adapters import added, added_on_device
 from turbojax.models.lora import (
     Adapter,
     Adapters,
+    added,
+    added_on_device,
     check_adapters,
     joined_layer,
     scaled_pairs,

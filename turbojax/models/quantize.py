@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.models.calibration import Calibration
-from turbojax.models.checkpoint.stored import StoredDecoder
+from turbojax.models.checkpoint.weights import StoredDecoder
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder, LayerParams, adapted_linears, unstack
+from turbojax.models.layer_by_layer import Calibration
 from turbojax.models.quantized import QuantizedDecoder, check_quantizable
-from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import (
     LINEARS,
     NORMS,
+    QuantizedExperts,
     QuantizedLayer,
     QuantizedLinear,
     join_layer,

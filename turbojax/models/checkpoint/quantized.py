@@ -22,7 +22,7 @@ from turbojax import _checks
 from turbojax._json import shown
 from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint import int4_on_mesh, mxfp4, on_mesh
-from turbojax.models.checkpoint.packed.formats import METHODS
+from turbojax.models.checkpoint.packed.reading import METHODS
 from turbojax.models.checkpoint.weights import Progress, check_dtype, check_rotation
 from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
 from turbojax.models.lora import Adapters, LoraLinear, with_adapters

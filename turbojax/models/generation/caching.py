@@ -22,7 +22,7 @@ from turbojax.kv import (
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.tensor_parallel.caches import check_batch, whole_slots
+from turbojax.models.tensor_parallel.specs import check_batch, whole_slots
 from turbojax.models.transformer import Transformer
 from turbojax.sharding import Axes
 from turbojax.sharding.specs import Split

@@ -7,7 +7,7 @@ device one layer's codes in 8 bits.
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,16 @@ from jax.typing import DTypeLike
 from turbojax._json import shown_name
 from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint import on_mesh
-from turbojax.models.checkpoint.int4_on_mesh import table_rows
-from turbojax.models.checkpoint.packed import formats, parts, q4_0
-from turbojax.models.checkpoint.packed.codes import Codes, PackedFormat, Part, weights
-from turbojax.models.checkpoint.sparse import Sparse, on_host, own_numbers, wanted_bytes
+from turbojax.models.checkpoint.int4_on_mesh import (
+    Sparse,
+    inner_rows,
+    on_host,
+    own_numbers,
+    table_rows,
+    wanted_bytes,
+)
+from turbojax.models.checkpoint.packed import awq, compressed_tensors, gptq, q4_0
+from turbojax.models.checkpoint.packed.codes import Codes, PackedFormat, Part, Places, weights
 from turbojax.models.checkpoint.weights import (
     FLOATS,
     Progress,
@@ -45,8 +51,10 @@ from turbojax.models.lora import Adapters, layer_with_adapters
 from turbojax.models.quantized import QuantizedDecoder, check_quantizable, norm_shapes
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
 from turbojax.models.tensor_parallel import placing
-from turbojax.models.tensor_parallel.quantized_parts import local_layer, local_table
+from turbojax.models.tensor_parallel.layout import parts, share
+from turbojax.models.tensor_parallel.placing import local_layer, local_table
 from turbojax.models.tensor_parallel.specs import specs_of_part
+from turbojax.quantizers.int4_layout import BLOCK, stored_inputs
 from turbojax.sharding.axes import Axes
 
 _NORM = "model.norm.weight"
@@ -71,7 +79,7 @@ def read(
     quantized.
     """
     if packing is None:
-        packing = formats.parse(hf["quantization_config"])
+        packing = parse(hf["quantization_config"])
     config = model_config(folder, hf, max_length)
     check_quantizable(config)
     if config.experts is not None:
@@ -147,7 +155,7 @@ def _wanted_of(
         else:
             wanted[spec.name].want_all()
     for linears in packed.values():
-        parts.want(wanted, linears, config, packing, axes, numbers)
+        want(wanted, linears, config, packing, axes, numbers)
     return wanted
 
 
@@ -344,3 +352,135 @@ def _placed(spec: TensorSpec) -> list[tuple[str, tuple[int, int]]]:
     """The names in a `QuantizedLayer` that a tensor's rows go to, and the rows of each."""
     whole = (0, spec.shape[0])
     return [(x.path[-2].removesuffix("_proj"), x.rows or whole) for x in spec.placements]
+
+
+_PARSERS: Mapping[str, Callable[[Mapping[str, Any]], PackedFormat]] = {
+    "gptq": gptq.parse,
+    "awq": awq.parse,
+    "compressed-tensors": compressed_tensors.parse,
+}
+
+METHODS = tuple(_PARSERS)
+"""What `quant_method` may be."""
+
+
+def parse(block: Mapping[str, Any]) -> PackedFormat:
+    """How linear layers are stored; `block` is a `quantization_config`.
+
+    Raises NotImplementedError, naming the key, for other kinds of weights or activations;
+    ValueError if an object is missing.
+    """
+    return _PARSERS[block["quant_method"]](block)
+
+
+_INDEX = ("g_idx", "weight_g_idx")
+
+
+def want(
+    tensors: Mapping[str, Sparse],
+    linears: Iterable[tuple[str, TensorSpec]],
+    config: TransformerConfig,
+    packing: PackedFormat,
+    axes: Axes,
+    numbers: Iterable[int],
+) -> None:
+    """Marks what devices, numbered along `hidden_axes`, need of one layer's linear layers.
+
+    `linears` are the stored ones, each with the beginning of its tensors' names.
+    """
+    linears, numbers = list(linears), list(numbers)
+    # With act-order a device's groups may have any inputs, which are outputs of the layers before.
+    is_ordered = any(
+        _is_ordered(tensors, stem, packing)
+        for stem, spec in linears
+        if _names(spec) == ("down_proj",)
+    )
+    for stem, spec in linears:
+        any_inner = is_ordered and spec.placements[0].path[-3] == "mlp"
+        for part in packing.parts(*spec.shape):
+            tensor = tensors.get(f"{stem}.{part}")
+            if tensor is None:
+                continue
+            places = packing.places.get(part)
+            if places is None or any_inner:
+                tensor.want_all()
+                continue
+            for number in numbers:
+                _want_part(tensor, places, spec, config, packing, axes, number)
+
+
+def _want_part(
+    tensor: Sparse,
+    places: Places,
+    spec: TensorSpec,
+    config: TransformerConfig,
+    packing: PackedFormat,
+    axes: Axes,
+    number: int,
+) -> None:
+    """Marks one device's rows or columns of codes or scales."""
+    kinds = [kind for kind, _ in places]
+    [name, *_] = _names(spec)
+    if name not in ("o_proj", "down_proj"):
+        axis = kinds.index("outputs")
+        tensor.want(axis, _units(_outputs(spec, config, packing, axes, number), places[axis][1]))
+        return
+    inputs, group = spec.shape[1], _group(packing)
+    each = share(inputs, parts(axes), group) if name == "down_proj" else inputs // parts(axes)
+    first = number * each
+    if "inputs" in kinds:
+        axis, columns = kinds.index("inputs"), np.arange(first, min(first + each, inputs))
+        tensor.want(axis, _units(columns, places[axis][1]))
+        return
+    # Padding has the scale of the group that it would lie in.
+    axis, columns = kinds.index("groups"), np.arange(first, first + stored_inputs(each, group))
+    tensor.want(axis, _units(np.minimum(columns, inputs - 1), packing.group_size or inputs))
+
+
+def _outputs(
+    spec: TensorSpec, config: TransformerConfig, packing: PackedFormat, axes: Axes, number: int
+) -> np.ndarray:
+    """A device's outputs of a stored linear layer, which may hold several of the model's."""
+    width, found = config.head_dim, []
+    for name, place in zip(_names(spec), spec.placements, strict=True):
+        start, size = (0, spec.shape[0]) if place.rows is None else place.rows
+        size -= start
+        if name in ("gate_proj", "up_proj"):
+            each = share(size, parts(axes), _group(packing))
+            rows = inner_rows(size, axes, number, each)
+        else:
+            is_query = name == "q_proj"
+            heads = config.num_heads if is_query else config.num_kv_heads
+            count = parts(axes) if is_query else axes.size("heads")
+            index = number if is_query else number // axes.size("sequence")
+            each = heads // count * width
+            rows = np.arange(index * each, (index + 1) * each)
+        found.append(start + rows)
+    return np.concatenate(found)
+
+
+def _group(packing: PackedFormat) -> int:
+    """The group size of the `Int4Weight` that is made, at most a block."""
+    return min(packing.group_size or BLOCK, BLOCK)
+
+
+def _units(places: np.ndarray, each: int) -> np.ndarray:
+    return np.unique(places // each)
+
+
+def _names(spec: TensorSpec) -> tuple[str, ...]:
+    return tuple(place.path[-2] for place in spec.placements)
+
+
+def _is_ordered(tensors: Mapping[str, Sparse], stem: str, packing: PackedFormat) -> bool:
+    """Whether a layer's groups are not runs of inputs."""
+    for name in _INDEX:
+        tensor = tensors.get(f"{stem}.{name}")
+        if tensor is None:
+            continue
+        groups = tensor.look()
+        size = packing.group_size or groups.size
+        runs = np.arange(groups.size) // size
+        # -1 means that groups are not known, and inputs are in order.
+        return bool((groups >= 0).all()) and not np.array_equal(groups, runs)
+    return False
