@@ -15,6 +15,7 @@ from tests.recordings import parity_texts as texts
 from turbojax import TurboConfig, models, smoothing
 from turbojax.flax.norms import rms_norm
 from turbojax.models import causal_attention
+from turbojax.models.layer_by_layer import calibrate
 from turbojax.models.quantize import layer_params, layer_weights
 from turbojax.rotary import Rope, YarnScaling
 from turbojax.smoothing.attention import of_channels, split_pairs
@@ -121,7 +122,7 @@ def test_weights_of_a_layer_go_back(decoder, name):
     model = decoder(name)
     config, tokens = model.config, jnp.asarray(hf.tokens(1, 16, seed=1), jnp.int32)
     options = smoothing.Smoothing(pts=False, crs=False)
-    seen = models.calibration.calibrate(model, hf.tokens(2, 24, seed=5))
+    seen = calibrate(model, hf.tokens(2, 24, seed=5))
     layers = []
     for params, statistics in zip(model.layers, seen, strict=True):
         weights = layer_weights(params, config)
@@ -146,7 +147,7 @@ def test_inputs_that_no_norm_makes_are_not_folded(decoder):
     parallel = layer_weights(decoder("cohere2").layers[0], decoder("cohere2").config)
     with pytest.raises(ValueError, match="mlp_norm must be None in a parallel layer"):
         dataclasses.replace(parallel, mlp_norm=parallel.attention_norm).validate()
-    seen = models.calibration.calibrate(decoder("cohere2"), hf.tokens(1, 8))[0]
+    seen = calibrate(decoder("cohere2"), hf.tokens(1, 8))[0]
     seen = dataclasses.replace(seen, interleaved=False)
     with pytest.raises(ValueError, match="interleaved=False must be the layer's, True"):
         smoothing.smooth_layer(parallel, seen, smoothing.Smoothing(num_pairs=2))

@@ -251,10 +251,7 @@ def with_adapters(
 def usual_gradient(
     decoder: Decoder | QuantizedDecoder, gradient: Gradient | None
 ) -> Gradient | None:
-    """The gradient of products with INT4 weights, ``"e4m3"`` by default; None of float weights.
-
-    Raises ValueError if it is unknown, or given of float weights.
-    """
+    """The gradient of products with INT4 weights, ``"e4m3"`` by default; None of float weights."""
     if isinstance(decoder, Decoder):
         if gradient is not None:
             raise ValueError(f"{gradient=} is for INT4 weights: must be None of others")
@@ -379,10 +376,7 @@ def linear_sizes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
 
 
 def check_adapters(adapters: Adapters, config: TransformerConfig) -> None:
-    """Raises TypeError unless adapters are floating point, ValueError unless they fit the model.
-
-    Raises NotImplementedError if there are adapters of experts.
-    """
+    """Raises TypeError unless adapters are floating point, ValueError unless they fit the model."""
     if not math.isfinite(adapters.scale):
         raise ValueError(f"{adapters.scale=} must be finite")
     if len(adapters.layers) != config.num_layers:

@@ -185,10 +185,7 @@ def _quantize(
 
 
 def layer_weights(params: LayerParams, config: TransformerConfig) -> LayerWeights:
-    """A layer of a `Decoder` as smoothing sees it, in float32 and ``[out, in]``.
-
-    Raises ValueError if it has adapters, which are no part of its weights.
-    """
+    """A layer of a `Decoder` as smoothing sees it, in float32 and ``[out, in]``."""
     if found := adapted_linears(params):
         raise ValueError(f"the model has adapters of {found}, must have none: see merge_adapters")
     attention = params["attention"]
@@ -305,10 +302,7 @@ def layer_params(
 def quantize_layer(
     layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3", kept: Kept = _NOTHING
 ) -> QuantizedLayer:
-    """Rounds the weights of a layer; biases, norms and routers stay float32.
-
-    Raises ValueError if a weight is not finite.
-    """
+    """Rounds the weights of a layer; biases, norms and routers stay float32."""
 
     def scaled(name: str) -> tuple[jax.Array, jax.Array | None]:
         projection: Projection = getattr(layer, name)

@@ -91,10 +91,7 @@ _KindT = TypeVar("_KindT")
 
 
 def with_edges(between: _KindT, edge: _KindT, count: int, num_layers: int) -> tuple[_KindT, ...]:
-    """`edge` for the first and last `count` layers, `between` for the others.
-
-    Raises ValueError if there are no others.
-    """
+    """`edge` for the first and last `count` layers, `between` for the others."""
     if 2 * count >= num_layers:
         raise ValueError(
             f"{count} layers at either end, uncompressed, must leave some of the model's "
@@ -122,11 +119,7 @@ def with_uncompressed(
 
 
 def kinds_of_layers(cache: ModelCacheKind, num_layers: int) -> tuple[CacheKind, ...]:
-    """The kind of every layer's cache.
-
-    Raises ValueError if no layer would be compressed, see `UncompressedEdges`, or if a tuple has
-    not one kind for every layer or holds an unknown one.
-    """
+    """The kind of every layer's cache."""
     if isinstance(cache, UncompressedEdges):
         return cache.of_layers(num_layers)
     if not isinstance(cache, tuple):
@@ -245,8 +238,7 @@ def _require_latents(kinds: Sequence[CacheKind], axes: Axes) -> None:
 def widths_of(config: TransformerConfig, kind: CacheKind) -> tuple[int, int, int | None]:
     """What a layer's cache of this kind holds of a token: KV heads, their channels, and None.
 
-    A cache of latents holds 1, ``C + R`` and R, the channels that rotary embeddings turn. Raises
-    ValueError if `kind` is unknown, or one of latents and the model has none.
+    A cache of latents holds 1, ``C + R`` and R, the channels that rotary embeddings turn.
     """
     if not kind_for(kind).has_latents:
         return config.num_kv_heads, config.head_dim, None

@@ -69,11 +69,7 @@ def align(tokens: Any, attention_mask: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def host_int32(name: str, x: Any) -> np.ndarray:
-    """Integers as int32 in host memory; compiles nothing.
-
-    Raises TypeError or ValueError as `turbojax._checks.as_int32` does, or ValueError for a list of
-    lists of different lengths.
-    """
+    """Integers as int32 in host memory; compiles nothing."""
     try:
         host = np.asarray(x)
     except ValueError as error:

@@ -34,12 +34,7 @@ def parts(axes: Axes | None) -> int:
 
 
 def check_axes(config: TransformerConfig, axes: Axes) -> None:
-    """Checks that a model's heads can be split.
-
-    Raises:
-      ValueError: naming the heads and the number of devices, if they cannot be divided.
-      NotImplementedError: if a sequence axis splits KV heads too and a device would have several.
-    """
+    """Checks that a model's heads can be split."""
     count, over_heads = parts(axes), axes.size("heads")
     if config.num_heads % count:
         raise ValueError(
@@ -68,7 +63,7 @@ def axes_of_model(config: TransformerConfig, axes: Axes) -> Axes:
 
     Where the axis of heads has more devices than there are KV heads, the rest of them goes to the
     axis of the sequence: ``model=8`` becomes ``model=2, sequence=4`` with 2 KV heads. That needs
-    one axis of heads and at most one of the sequence. Raises what `check_axes` does.
+    one axis of heads and at most one of the sequence.
     """
     mesh = axes.require_mesh()
     if not isinstance(mesh, Mesh):

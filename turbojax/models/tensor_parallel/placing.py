@@ -108,8 +108,7 @@ def local_layer(
     """The weights of one device as a layer of its own, whose outputs are added to the others'.
 
     Biases of what is added are those of the first device, and zeros elsewhere. `layer` may have
-    adapters; `index` is the device's number along `hidden_axes`. Raises ValueError or
-    NotImplementedError if heads or groups of inputs cannot be split.
+    adapters; `index` is the device's number along `hidden_axes`.
     """
     check_axes(config, axes)
     count = parts(axes)

@@ -174,8 +174,7 @@ def assemble(part: Callable[[int], Any], specs: Callable[[Any], Any], axes: Axes
 
     `part` returns the arrays of the device with this number along `hidden_axes`, a pytree that is
     alike for all, and is called once for each number of which this process has a device. `specs`
-    gives that pytree with a `PartitionSpec` in place of each array. Raises ValueError if parts are
-    not alike.
+    gives that pytree with a `PartitionSpec` in place of each array.
     """
     mesh = axes.require_mesh()
     assert isinstance(mesh, Mesh)

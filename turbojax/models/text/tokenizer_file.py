@@ -28,11 +28,7 @@ class Parts(NamedTuple):
 
 
 def read(file: Path) -> tuple[Any, Mapping[str, Any] | None]:
-    """The file's tokenizer, with padding turned off, and how the file would pad texts.
-
-    Raises ImportError if the package `tokenizers` is missing, and ValueError, naming the file, if
-    it cannot be read.
-    """
+    """The file's tokenizer, with padding turned off, and how the file would pad texts."""
     try:
         import tokenizers
     except ImportError as error:

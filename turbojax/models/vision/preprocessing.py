@@ -41,11 +41,6 @@ class Preprocessing:
           image: a uint8 array ``[H, W, 3]`` or an image of Pillow, which is converted to RGB. Sides
             are stretched to `size` by Pillow's bilinear filter, each by itself.
           size: height and width.
-
-        Raises:
-          ImportError: if an array must be resized and Pillow is not installed.
-          TypeError: if it is of another kind.
-          ValueError: if an array has another shape.
         """
         if not isinstance(image, np.ndarray) and hasattr(image, "convert"):
             image = image.convert("RGB")
@@ -66,12 +61,7 @@ class Preprocessing:
 
 
 def read_preprocessing(folder: Path, image_size: int) -> Preprocessing:
-    """The settings of a checkpoint's folder; Gemma 3's own where it has no such file.
-
-    Raises:
-      NotImplementedError: naming it, if a setting is not supported, pan and scan among them.
-      ValueError: if a file cannot be read or a value is out of range.
-    """
+    """The settings of a checkpoint's folder; Gemma 3's own where it has no such file."""
     for name in NAMES:
         path = _folder.find(folder, name)
         if path.is_file():

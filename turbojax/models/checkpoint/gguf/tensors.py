@@ -206,11 +206,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def stored(file: Path) -> dict[str, Stored]:
-    """The tensors of a file by Hugging Face's names, in the order in which they lie there.
-
-    Raises ImportError if the package `gguf` is missing, ValueError for an unknown name or more than
-    two axes.
-    """
+    """The tensors of a file by Hugging Face's names, in the order in which they lie there."""
     header = _header.read(file)
     architecture = header.metadata.get(_config.ARCHITECTURE)
     inside = _INSIDE.get(architecture) if isinstance(architecture, str) else None

@@ -75,8 +75,6 @@ def read(
     """Reads a folder, or a GGUF file, whose linear layers are packed; see `load_decoder`.
 
     `packing` is by default what `hf`, the `config.json`, says, and must be given for a GGUF file.
-    Raises NotImplementedError unless exactly the linear layers of the decoder's layers are
-    quantized.
     """
     if packing is None:
         packing = parse(hf["quantization_config"])
@@ -365,11 +363,7 @@ METHODS = tuple(_PARSERS)
 
 
 def parse(block: Mapping[str, Any]) -> PackedFormat:
-    """How linear layers are stored; `block` is a `quantization_config`.
-
-    Raises NotImplementedError, naming the key, for other kinds of weights or activations;
-    ValueError if an object is missing.
-    """
+    """How linear layers are stored; `block` is a `quantization_config`."""
     return _PARSERS[block["quant_method"]](block)
 
 
