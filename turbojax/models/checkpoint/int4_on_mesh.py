@@ -5,7 +5,6 @@ the rest of these is zeros that nothing reads. The devices' weights are cut out 
 """
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,18 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from turbojax.models.checkpoint.folder import Stored, whole_box
-from turbojax.models.checkpoint.on_mesh import Progress
+from turbojax.models.checkpoint.on_mesh import Counted, Progress
 from turbojax.models.config import TransformerConfig
 from turbojax.models.lora import Adapters, layer_with_adapters
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedMlp
 from turbojax.models.tensor_parallel import placing
-from turbojax.models.tensor_parallel.layout import hidden_axes, parts, share
-from turbojax.models.tensor_parallel.placing import local_layer, local_table
-from turbojax.models.tensor_parallel.specs import specs_of_part
+from turbojax.models.tensor_parallel.layout import parts, qkv_outputs, share
+from turbojax.models.tensor_parallel.specs import owners
 from turbojax.quantizers.int4 import Int4Weight
 from turbojax.quantizers.int4_layout import BLOCK, GATED_ROWS, OUT_MULTIPLE, stored_inputs
 from turbojax.sharding.axes import Axes
@@ -83,18 +80,7 @@ class Sparse:
 
 def own_numbers(axes: Axes) -> list[int]:
     """The parts of a model, counted along `hidden_axes`, that this process's devices hold."""
-    mesh = axes.require_mesh()
-    assert isinstance(mesh, Mesh)
-    names = list(mesh.axis_names)
-    over = [names.index(name) for name in hidden_axes(axes)]
-    shape = [mesh.devices.shape[axis] for axis in over]
-    found = set()
-    for place in np.ndindex(*mesh.devices.shape):
-        device: Any = mesh.devices[place]
-        if device.process_index == jax.process_index():
-            index = [place[axis] for axis in over]
-            found.add(int(np.ravel_multi_index(index, shape)) if over else 0)
-    return sorted(found)
+    return sorted(owners(axes))
 
 
 @contextlib.contextmanager
@@ -148,51 +134,40 @@ def read(
                 continue
             for number in numbers:
                 _want(sparse[name], name, piece, config, axes, number)
-    total, done = wanted_bytes(sparse), 0
+    counted = Counted(progress, wanted_bytes(sparse))
 
     def load(piece: Any, names: Sequence[str]) -> Any:
-        nonlocal done
         leaves = []
         for name in names:
             leaves.append(jnp.asarray(restore(name, sparse[name].read())))
-            done += sparse[name].nbytes
-            if progress is not None:
-                progress(done, total)
+            counted.add(sparse[name].nbytes)
         return jax.tree.unflatten(jax.tree.structure(piece), leaves)
 
-    def placed(
-        piece: Any,
-        names: Sequence[str],
-        local: Callable[[Any, int], Any],
-        number: int | None = None,
-    ) -> Any:
-        with on_host():
-            held = load(piece, names)
-            if number is not None and adapters is not None:
-                held = layer_with_adapters(held, number, adapters, config)
-            found = placing.assemble(
-                functools.partial(local, held),
-                lambda tree: specs_of_part(tree, config, axes),
-                axes,
-            )
-        return jax.block_until_ready(found)
+    def layer(piece: QuantizedLayer, names: Sequence[str], number: int) -> QuantizedLayer:
+        held = load(piece, names)
+        if adapters is not None:
+            held = layer_with_adapters(held, number, adapters, config)
+        return jax.block_until_ready(placing.place_layer(held, config, axes))
 
-    def layer(held: QuantizedLayer, number: int) -> QuantizedLayer:
-        return local_layer(held, config, axes, number)
+    def table(name: str, piece: Any, names: Sequence[str]) -> Any:
+        held = load(piece, names)
+        return jax.block_until_ready(placing.place_table(name, held, config, axes))
 
-    def table(name: str) -> Callable[[Any, int], Any]:
-        return lambda held, number: {name: local_table(held, config, axes, number)}
+    def whole_norm(piece: Any, names: Sequence[str]) -> jax.Array:
+        held = {"norm": load(piece, names)}
+        return jax.block_until_ready(placing.place(lambda _: held, config, axes)["norm"])
 
     embedding, *layers, norm, head = pieces
-    return QuantizedDecoder(
-        embedding=placed(*embedding, table("embedding"))["embedding"],
-        layers=tuple(placed(*x, layer, i) for i, x in enumerate(layers)),
-        norm=placed(*norm, lambda held, number: {"norm": held})["norm"],
-        lm_head=placed(*head, table("lm_head"))["lm_head"],
-        config=config,
-        dtype=template.dtype,
-        axes=axes,
-    )
+    with on_host():
+        return QuantizedDecoder(
+            embedding=table("embedding", *embedding),
+            layers=tuple(layer(*x, i) for i, x in enumerate(layers)),
+            norm=whole_norm(*norm),
+            lm_head=table("lm_head", *head),
+            config=config,
+            dtype=template.dtype,
+            axes=axes,
+        )
 
 
 def _pieces(
@@ -233,7 +208,7 @@ def _want_of_layer(
     weight = weight_of(layer, linear)
     lead = len(weight.stack)
     if linear == "qkv":
-        return tensor.want(lead, tiles(weight, qkv_rows(config, axes, number)))
+        return tensor.want(lead, tiles(weight, qkv_outputs(config, axes, number)))
     if linear == "o":
         each = config.num_heads * config.head_dim // parts(axes)
         return tensor.want(lead + 1, columns(weight, part, number * each, each))
@@ -243,7 +218,7 @@ def _want_of_layer(
         return tensor.want(lead + 1, columns(weight, part, number * each, each))
     if isinstance(layer.mlp, QuantizedMlp) and layer.mlp.down.inputs is not None:
         return tensor.want_all()  # The file says which outputs.
-    rows = inner_rows(down.in_size, axes, number, each)
+    rows = own_rows(down.in_size, number, each)
     return tensor.want(lead, tiles(weight, np.concatenate([rows, rows + down.in_size])))
 
 
@@ -254,25 +229,14 @@ def weight_of(layer: QuantizedLayer, linear: str) -> Int4Weight:
     return found if isinstance(found, Int4Weight) else found.weight
 
 
-def qkv_rows(config: TransformerConfig, axes: Axes, number: int) -> np.ndarray:
-    """The rows of the joined q, k and v projections that a device has."""
-    width = config.head_dim
-    queries = config.num_heads * width // parts(axes)
-    of_kv = config.num_kv_heads // axes.size("heads") * width
-    key = config.num_heads * width + number // axes.size("sequence") * of_kv + np.arange(of_kv)
-    value = key + config.num_kv_heads * width
-    return np.concatenate([number * queries + np.arange(queries), key, value])
-
-
-def inner_rows(size: int, axes: Axes, number: int, each: int) -> np.ndarray:
-    """The inner channels of a feed-forward layer that a device has."""
+def own_rows(size: int, number: int, each: int) -> np.ndarray:
+    """The numbers of a device's `each` rows, as far as there are `size`."""
     return np.arange(min(number * each, size), min((number + 1) * each, size))
 
 
 def table_rows(config: TransformerConfig, axes: Axes, number: int) -> np.ndarray:
     """The rows of a table that a device has."""
-    each, size = share(config.vocab_size, parts(axes)), config.vocab_size
-    return np.arange(min(number * each, size), min((number + 1) * each, size))
+    return own_rows(config.vocab_size, number, share(config.vocab_size, parts(axes)))
 
 
 def tiles(weight: Int4Weight, rows: np.ndarray) -> np.ndarray:

@@ -33,6 +33,19 @@ Progress = Callable[[int, int], None]
 """Called after each tensor with the bytes read so far and the bytes to read in all."""
 
 
+class Counted:
+    """Tells `progress`, if there is one, how many of `total` bytes are read."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def add(self, count: int) -> None:
+        """Adds so many bytes."""
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """An array of the model, over all devices, and the tensors that it is made of.
@@ -100,13 +113,10 @@ def read(
     groups = [[targets[key].stored for key in keys] for keys in _groups(targets)]
     plans = [_parts(group, tensors) for group in groups]
     total = sum(_cost(x, tensors) for plan in plans for x in _reads(plan))
-    done, found = 0, dict[_Key, jax.Array]()
+    counted, found = Counted(progress, total), dict[_Key, jax.Array]()
 
     def count(tensor: tuple[str, Box]) -> None:
-        nonlocal done
-        done += _cost(tensor, tensors)
-        if progress is not None:
-            progress(done, total)
+        counted.add(_cost(tensor, tensors))
 
     for keys, group, plan in zip(_groups(targets), groups, plans, strict=True):
         arrays = _read_group(group, plan, tensors, count)

@@ -171,13 +171,12 @@ def read(
         return int4_on_mesh.read(
             template, named, tensors, restore, axes, progress, whole=version == 1, adapters=adapters
         )
-    total, done, leaves = sum(stored.nbytes for stored in tensors.values()), 0, []
+    counted = on_mesh.Counted(progress, sum(stored.nbytes for stored in tensors.values()))
+    leaves = []
     for name, _ in named:
         array = jnp.asarray(restore(name, tensors[name].read()))
         leaves.append(jax.block_until_ready(array))
-        done += tensors[name].nbytes
-        if progress is not None:
-            progress(done, total)
+        counted.add(tensors[name].nbytes)
     decoder: QuantizedDecoder = jax.tree.unflatten(jax.tree.structure(template), leaves)
     return decoder if adapters is None else with_adapters(decoder, adapters)
 

@@ -267,14 +267,12 @@ def _read(
 ) -> None:
     """Calls ``put(placement, part)`` for each tensor in the files' order, cast to `dtype`."""
     specs: dict[str, TensorSpec] = {spec.name: spec for spec in checkpoint_tensors(config)}
-    total, done = sum(stored.nbytes for stored in tensors.values()), 0
+    counted = on_mesh.Counted(progress, sum(stored.nbytes for stored in tensors.values()))
     for name, stored in tensors.items():
         tensor = _folder.cast(stored.read(), specs[name].dtype(dtype), name)
         for placement in specs[name].placements:
             put(placement, placement.of(tensor))
-        done += stored.nbytes
-        if progress is not None:
-            progress(done, total)
+        counted.add(stored.nbytes)
 
 
 def require_equal(

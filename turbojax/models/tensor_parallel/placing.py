@@ -85,21 +85,30 @@ def shard(decoder: _DecoderT, axes: Axes) -> _DecoderT:
 
 def _shard_quantized(decoder: QuantizedDecoder, axes: Axes) -> QuantizedDecoder:
     config = decoder.config
-
-    def placed(part: Callable[[int], Any]) -> Any:
-        return assemble(part, lambda tree: specs_of_part(tree, config, axes), axes)
-
-    ends = placed(
-        lambda d: {
-            name: local_table(getattr(decoder, name), config, axes, d)
-            for name in ("embedding", "lm_head")
-        }
-    )
-    layers = [
-        placed(functools.partial(local_layer, layer, config, axes)) for layer in decoder.layers
-    ]
+    ends = {
+        name: place_table(name, getattr(decoder, name), config, axes)
+        for name in ("embedding", "lm_head")
+    }
+    layers = [place_layer(layer, config, axes) for layer in decoder.layers]
     norm = jax.device_put(decoder.norm, NamedSharding(axes.require_mesh(), PartitionSpec()))
     return dataclasses.replace(decoder, layers=tuple(layers), norm=norm, axes=axes, **ends)
+
+
+def place(part: Callable[[int], Any], config: TransformerConfig, axes: Axes) -> Any:
+    """Global arrays of the parts of a decoder that ``part(number)`` gives for each device."""
+    return assemble(part, lambda tree: specs_of_part(tree, config, axes), axes)
+
+
+def place_layer(layer: QuantizedLayer, config: TransformerConfig, axes: Axes) -> QuantizedLayer:
+    """Splits a layer over a mesh."""
+    found: QuantizedLayer = place(functools.partial(local_layer, layer, config, axes), config, axes)
+    return found
+
+
+def place_table(name: str, table: Any, config: TransformerConfig, axes: Axes) -> Any:
+    """Splits the embedding or the head, which `name` says, over a mesh."""
+    found = place(lambda d: {name: local_table(table, config, axes, d)}, config, axes)
+    return found[name]
 
 
 def local_layer(

@@ -169,6 +169,22 @@ def _name(key: Any) -> str:
     return key.name if isinstance(key, GetAttrKey) else str(key.key)
 
 
+def owners(axes: Axes) -> dict[int, list[jax.Device]]:
+    """The devices of this process, by their number along `hidden_axes`."""
+    mesh = axes.require_mesh()
+    assert isinstance(mesh, Mesh)
+    names = list(mesh.axis_names)
+    over = [names.index(name) for name in hidden_axes(axes)]
+    shape = [mesh.devices.shape[axis] for axis in over]
+    found: dict[int, list[jax.Device]] = {}
+    for place in np.ndindex(*mesh.devices.shape):
+        device: Any = mesh.devices[place]
+        if device.process_index == jax.process_index():
+            number = int(np.ravel_multi_index([place[axis] for axis in over], shape)) if over else 0
+            found.setdefault(number, []).append(device)
+    return found
+
+
 def assemble(part: Callable[[int], Any], specs: Callable[[Any], Any], axes: Axes) -> Any:
     """Global arrays from what each device has, following each other along the axes the specs name.
 
@@ -176,20 +192,9 @@ def assemble(part: Callable[[int], Any], specs: Callable[[Any], Any], axes: Axes
     alike for all, and is called once for each number of which this process has a device. `specs`
     gives that pytree with a `PartitionSpec` in place of each array.
     """
-    mesh = axes.require_mesh()
-    assert isinstance(mesh, Mesh)
-    names = list(mesh.axis_names)
-    over = [names.index(name) for name in hidden_axes(axes)]
-    shape = [mesh.devices.shape[axis] for axis in over]
-    owners: dict[int, list[jax.Device]] = {}
-    for place in np.ndindex(*mesh.devices.shape):
-        device: Any = mesh.devices[place]
-        if device.process_index == jax.process_index():
-            number = int(np.ravel_multi_index([place[axis] for axis in over], shape)) if over else 0
-            owners.setdefault(number, []).append(device)
     held: dict[jax.Device, list[jax.Array]] = {}
     tree: Any = None
-    for number, devices in owners.items():
+    for number, devices in owners(axes).items():
         mine = part(number)
         leaves, found = jax.tree.flatten(mine)
         if tree is None:
@@ -199,7 +204,7 @@ def assemble(part: Callable[[int], Any], specs: Callable[[Any], Any], axes: Axes
         for device in devices:
             held[device] = [jax.device_put(leaf, device) for leaf in leaves]
     arrays = [
-        _join([own[i] for own in held.values()], NamedSharding(mesh, spec))
+        _join([own[i] for own in held.values()], NamedSharding(axes.require_mesh(), spec))
         for i, spec in enumerate(wanted)
     ]
     return jax.tree.unflatten(tree, arrays)

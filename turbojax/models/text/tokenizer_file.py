@@ -145,7 +145,7 @@ def _add_tokens(
     """
     import tokenizers
 
-    found, named, tokens = settings.get(ADDED) or {}, set(special), []
+    found, meant, tokens = settings.get(ADDED) or {}, set(special), []
     if not isinstance(found, Mapping):
         raise ValueError(f"{path}: {ADDED} must be an object")
     for number, token in found.items():
@@ -162,7 +162,7 @@ def _add_tokens(
                 "with a content and flags, under a number"
             )
         text = token["content"]
-        flags["special"] = flags.get("special", False) or text in named
+        flags["special"] = flags.get("special", False) or text in meant
         tokens.append((int(number), tokenizers.AddedToken(text, **flags)))
     with named(f"{path}: {ADDED} cannot be added"):
         tokenizer.add_tokens([token for _, token in sorted(tokens, key=lambda pair: pair[0])])

@@ -6,7 +6,6 @@ device one layer's codes in 8 bits.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint import on_mesh
 from turbojax.models.checkpoint.int4_on_mesh import (
     Sparse,
-    inner_rows,
     on_host,
     own_numbers,
+    own_rows,
     table_rows,
     wanted_bytes,
 )
@@ -52,8 +51,6 @@ from turbojax.models.quantized import QuantizedDecoder, check_quantizable, norm_
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
 from turbojax.models.tensor_parallel import placing
 from turbojax.models.tensor_parallel.layout import parts, share
-from turbojax.models.tensor_parallel.placing import local_layer, local_table
-from turbojax.models.tensor_parallel.specs import specs_of_part
 from turbojax.quantizers.int4_layout import BLOCK, stored_inputs
 from turbojax.sharding.axes import Axes
 
@@ -91,25 +88,22 @@ def read(
     given = stored_dtype(hf) or tensors[EMBEDDING].numpy_dtype
     compute = check_dtype(given if dtype is None else dtype)
     wanted = _wanted_of(tensors, config, packing, axes)
-    total, done = wanted_bytes(wanted), 0
+    counted = on_mesh.Counted(progress, wanted_bytes(wanted))
 
     def take(name: str) -> np.ndarray:
-        nonlocal done
         array = wanted[name].read()
-        done += wanted[name].nbytes
-        if progress is not None:
-            progress(done, total)
+        counted.add(wanted[name].nbytes)
         return array
 
     def table(name: str) -> jax.Array:
         array = jnp.asarray(_folder.cast(take(name), compute, name))
-        return array if axes is None else _local_table(array, config, axes)
+        return array if axes is None else placing.place_table("embedding", array, config, axes)
 
     def layer(number: int) -> QuantizedLayer:
         found = layers.read(number)
         if adapters is not None:
             found = layer_with_adapters(found, number, adapters, config)
-        return found if axes is None else _local_layer(found, config, axes)
+        return found if axes is None else placing.place_layer(found, config, axes)
 
     layers = _Layers(config, packing, tensors, take)
     with contextlib.nullcontext() if axes is None else on_host():
@@ -155,26 +149,6 @@ def _wanted_of(
     for linears in packed.values():
         want(wanted, linears, config, packing, axes, numbers)
     return wanted
-
-
-def _local_layer(layer: QuantizedLayer, config: TransformerConfig, axes: Axes) -> QuantizedLayer:
-    """Splits a layer, which lies on the host, over a mesh."""
-    found: QuantizedLayer = placing.assemble(
-        functools.partial(local_layer, layer, config, axes),
-        lambda tree: specs_of_part(tree, config, axes),
-        axes,
-    )
-    return found
-
-
-def _local_table(table: jax.Array, config: TransformerConfig, axes: Axes) -> jax.Array:
-    """Splits a table, which lies on the host, over a mesh."""
-    found: dict[str, jax.Array] = placing.assemble(
-        lambda number: {"embedding": local_table(table, config, axes, number)},
-        lambda tree: specs_of_part(tree, config, axes),
-        axes,
-    )
-    return found["embedding"]
 
 
 class _Layers:
@@ -441,7 +415,7 @@ def _outputs(
         size -= start
         if name in ("gate_proj", "up_proj"):
             each = share(size, parts(axes), _group(packing))
-            rows = inner_rows(size, axes, number, each)
+            rows = own_rows(size, number, each)
         else:
             is_query = name == "q_proj"
             heads = config.num_heads if is_query else config.num_kv_heads
