@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.models import hf_helpers as hf
-from tests.models.family_helpers import ARCHITECTURES, PUBLISHED, WINDOWS, least, least_files
+from tests.models.family_helpers import WINDOWS, least, least_files
+from tests.models.published import ARCHITECTURES, PUBLISHED
 from tests.recordings import parity_recordings as recordings
 from turbojax.models import TransformerConfig, families
 from turbojax.rotary import LinearScaling, LongRopeScaling, YarnScaling

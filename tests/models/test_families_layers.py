@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from tests.models import hf_helpers as hf
+from tests.models import tiny
 from tests.recordings import parity_recordings as recordings
 from tests.recordings import parity_texts as texts
 from turbojax import TurboConfig, models, smoothing
@@ -29,16 +30,6 @@ MOST = [
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    return functools.cache(lambda name: hf.write(name, tmp_path_factory.mktemp(name)))
-
-
-@pytest.fixture(scope="session")
-def decoder(folder):
-    return functools.cache(lambda name: models.load_decoder(folder(name)))
-
-
-@pytest.fixture(scope="session")
 def quantized(decoder):
     options = smoothing.Smoothing(num_pairs=3)
     text = hf.tokens(2, 24, seed=5)
@@ -51,11 +42,6 @@ def logits(decoder, tokens) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     nothing = (None,) * decoder.config.num_layers
     return decoder.logits(decoder.hidden(tokens, positions, causal_attention, nothing)[0])
-
-
-def relative(got, want) -> float:
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 # Rotation and norms -----------------------------------------------------------------------------
@@ -129,10 +115,10 @@ def test_weights_of_a_layer_go_back(decoder, name):
         again = layer_params(weights, config.norm_offset, joint_qk_norm=config.joint_qk_norm)
         jax.tree.map(np.testing.assert_array_equal, again, params)
         smooth = smoothing.smooth_layer(weights, statistics, options)
-        assert relative(smooth.gate.weight, weights.gate.weight) > 0.01 or not config.pre_norms
+        assert tiny.relative(smooth.gate.weight, weights.gate.weight) > 0.01 or not config.pre_norms
         layers.append(layer_params(smooth, joint_qk_norm=config.joint_qk_norm))
     smoothed = dataclasses.replace(model, layers=tuple(layers))
-    assert relative(logits(smoothed, tokens), logits(model, tokens)) < 1e-4
+    assert tiny.relative(logits(smoothed, tokens), logits(model, tokens)) < 1e-4
 
 
 @pytest.mark.slow
@@ -171,7 +157,7 @@ def test_caches_of_four_bits_are_near(decoder, name):
             for cache in (kind, "exact")
         )
         got, want = (models.score(x, jnp.asarray(ids[:, 40:44])) for x in sessions)
-        return relative(got, want)
+        return tiny.relative(got, want)
 
     for kind in (TurboConfig(), "turbo4"):
         assert 1e-3 < error(name, kind) < 1.1 * error("llama3.1", kind)
@@ -219,7 +205,7 @@ def test_gradients_reach_every_weight(folder, decoder, name):
         return nnx.value_and_grad(loss, has_aux=True)(model)
 
     (loss, out), grads = gradient(model)
-    assert relative(out, logits(decoder(name), tokens)) < 1e-5
+    assert tiny.relative(out, logits(decoder(name), tokens)) < 1e-5
     assert np.isfinite(float(loss))
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         found = np.asarray(grad)
@@ -242,7 +228,7 @@ def test_adapters(quantized, name):
     def value(adapters):
         return logits(models.with_adapters(plain, adapters, gradient="exact"), tokens)
 
-    assert relative(value(adapters), logits(plain, tokens)) < 1e-5
+    assert tiny.relative(value(adapters), logits(plain, tokens)) < 1e-5
     grads = jax.jit(jax.grad(lambda x: (value(x) ** 2).mean()))(adapters)
     for layer in grads.layers:
         assert set(layer) == set(models.lora.LINEARS)

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from tests.models import packed_helpers as packed
+from tests.models import tiny
 from tests.models.family_helpers import least
 from turbojax import models
 from turbojax.app.main import app
@@ -120,9 +121,7 @@ def test_what_is_the_same_model(folders, tmp_path):
         (tmp_path / str(i)).mkdir()
         folder = changed(folders, tmp_path / str(i), **changes)
         found = models.load(folder, progress=lambda *x: told.append(x))
-        assert jax.tree.structure(found) == jax.tree.structure(expected)
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+        assert tiny.same(found, expected)
         assert told[-1][0] == told[-1][1]
 
 
@@ -236,9 +235,7 @@ def test_saved_as_our_own(tmp_path, stored):
     loaded = models.load(folder)
     models.save_quantized(loaded, tmp_path / "own")
     again = models.load(tmp_path / "own", dtype=loaded.dtype)
-    assert jax.tree.structure(again) == jax.tree.structure(loaded)
-    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(loaded), strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    assert tiny.same(again, loaded)
 
 
 def test_saved_orders_are_checked(tmp_path):
