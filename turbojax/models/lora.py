@@ -4,6 +4,9 @@ A linear layer with an adapter computes ``x W^T + bias + alpha / rank * (x A^T) 
 frozen, `A` and `B` are float32 and are trained. Adapters are a pytree of their own, so that
 `jax.grad` and an optimizer take them directly; `with_adapters` puts them into a decoder, which then
 runs like any other.
+
+In the layers of a `Decoder` they are pairs by the names of linear layers, float32 ``[in, R]`` and
+``[R, out]``, scaled: what `turbojax.flax.projections.AdaptedLinear` holds.
 """
 
 import dataclasses

@@ -272,7 +272,8 @@ def steady(folder: Path, read: Callable[[Path], T]) -> T:
     if is_gguf(folder) and folder.exists():
         return read(folder)
     require_folder(folder)
-    settle(folder)
+    # What an interrupted `write` left comes to its end, so that every file is in its place.
+    _writing.finish(folder, last=CONFIG_NAME)
     for attempt in range(_TRIES):
         place = _writing.current(folder, CONFIG_NAME)
         before = _state(place)
@@ -286,11 +287,6 @@ def steady(folder: Path, read: Callable[[Path], T]) -> T:
                 return result
         time.sleep(attempt * _PAUSE_SECONDS)
     raise _changed(folder)
-
-
-def settle(folder: Path) -> None:
-    """Finishes what an interrupted `write` left, so that every file is in its place."""
-    _writing.finish(folder, last=CONFIG_NAME)
 
 
 def _state(folder: Path) -> _writing.Version | None:

@@ -1,4 +1,10 @@
-"""Models whose weights are split over a mesh, read from a checkpoint's files part by part."""
+"""Models whose weights are split over a mesh: a process reads its devices' parts of the files.
+
+An array of the model is made of one tensor, some of its rows or columns, or a stack of tensors.
+Arrays that share tensors are made together, so that no byte is read twice. One device's part is
+read, cast, and sent there before the next device's: besides the model, the host holds one tensor,
+or one device's part of a stack.
+"""
 
 import dataclasses
 import functools

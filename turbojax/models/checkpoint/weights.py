@@ -1,4 +1,4 @@
-"""Weights from a checkpoint's files to the device, one tensor at a time.
+"""Weights from a checkpoint's files to the device, one tensor at a time, at once or when asked for.
 
 The arrays of the model are made first. A tensor is read, cast, and written into its place, which is
 donated, before the next one is read: besides the model, at most one tensor exists on the host and

@@ -219,7 +219,9 @@ def init_caches(
         windows = (None,) * len(kinds)
     return ModelCaches(
         tuple(
-            _empty_layer(size, kind, model.dtype, window, axes)
+            _one_device(size, kind, model.dtype, window)
+            if axes is None
+            else _init(size, kind, model.dtype, window, axes)
             for size, kind, window in zip(sizes, kinds, windows, strict=True)
         )
     )
@@ -282,12 +284,3 @@ def _init(
 
 # One program for each size, instead of one for each array.
 _one_device = functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))(_init)
-
-
-def _empty_layer(
-    sizes: _Sizes, kind: CacheKind, dtype: np.dtype, window: int | None, axes: Axes | None
-) -> LayerCache:
-    if axes is None:
-        empty: LayerCache = _one_device(sizes, kind, dtype, window)
-        return empty
-    return _init(sizes, kind, dtype, window, axes)

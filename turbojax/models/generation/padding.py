@@ -1,4 +1,8 @@
-"""Prompts with padding anywhere: checked, in host memory, and padded on the right."""
+"""Prompts with padding anywhere: checked, in host memory, and padded on the right to few sizes.
+
+XLA compiles a program for every shape. `generate` therefore pads prompts, and makes caches a little
+longer, to sizes that calls with other lengths share.
+"""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""The two programs of a session: prompts through a model, and one token of every sequence."""
+"""The programs of a session: prompts through a model, one token of every sequence, its choice."""
 
 import functools
 from collections.abc import Iterator

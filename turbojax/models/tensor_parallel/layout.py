@@ -1,4 +1,4 @@
-"""The sizes of each device's part of a model: no arrays.
+"""What each device has of a model: sizes, numbers of rows, and its part of the logits.
 
 Heads and hidden sizes are split over the axes of heads and, where there are more devices than KV
 heads, those of the sequence too (Megatron-LM, Shoeybi et al., 2019): projections of queries and

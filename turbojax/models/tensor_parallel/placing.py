@@ -1,4 +1,4 @@
-"""Whole decoders put onto a mesh."""
+"""Whole decoders put onto a mesh, and what each device has of a quantized layer."""
 
 import dataclasses
 import functools

@@ -1,4 +1,12 @@
-"""Programs of split decoders: what a device runs, under one manual `shard_map`."""
+"""Programs of split decoders: what a device runs, under one manual `shard_map`.
+
+Where there are more devices than KV heads, the devices that share one split its query heads and the
+slots of its cache (`layout.axes_of_model`). Prompts attend with each device's own query heads to
+whole keys and values. For new tokens queries are gathered: every device attends with all query
+heads of its KV head to its own slots, the parts are merged (`turbojax.parallel.attend_new_tokens`),
+and each device keeps the results of its own heads. That takes two more small collectives in each
+layer.
+"""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How every array of a decoder, and of its caches, is split over a mesh."""
+"""How every array of a decoder and of its caches is split over a mesh, and made of its parts."""
 
 import dataclasses
 import functools
@@ -93,7 +93,7 @@ def spec_of(
 def int4_spec_of(
     path: tuple[str, ...], ndim: int, config: TransformerConfig, axes: Axes
 ) -> PartitionSpec:
-    """How an array of a `QuantizedDecoder` is split: by devices, see `quantized_parts.local_layer`.
+    """How an array of a `QuantizedDecoder` is split: by devices, see `placing.local_layer`.
 
     `path` is as ``("qkv", "weight", "codes")``, or ``("mlp", "down", "codes")`` of experts.
     """

@@ -36,7 +36,7 @@ def joined(cache: Any, axes: Axes) -> Any:
 def split(cache: Any, axes: Axes) -> Any:
     """The inverse of `joined`: the cache of one device on the devices of a mesh.
 
-    Its pages are in the order of sequences, and its length is one of `caches.whole_slots`.
+    Its pages are in the order of sequences, and its length is one of `specs.whole_slots`.
     """
     if axes.size("sequence") > 1 and getattr(cache, "is_ring", False):
         raise ValueError(

@@ -1,4 +1,7 @@
-"""A `tokenizer.json` through the package `tokenizers`, whose Rust code trusts what it reads."""
+"""A `tokenizer.json`, and the files beside it: special tokens, added ones, templates, ends.
+
+The Rust code of the package `tokenizers` trusts what it reads, so that is checked first.
+"""
 
 import contextlib
 import os

@@ -18,8 +18,7 @@ from turbojax.models.families.base import VISION_PARTS
 from turbojax.models.families.gemma import GEMMA3_WITH_IMAGES
 from turbojax.models.families.table import whole_of
 from turbojax.models.vision.config import VISION, VisionConfig
-from turbojax.models.vision.model import VisionModel
-from turbojax.models.vision.preprocessing import read_preprocessing
+from turbojax.models.vision.model import VisionModel, read_preprocessing
 
 FOLDER = "vision"
 """The folder within that of a text model alone in which `load_vision` looks for images' part."""

@@ -214,7 +214,8 @@ def stored(file: Path) -> dict[str, Stored]:
         read_config(file)  # raises an error that says what is wrong
         raise AssertionError(architecture)
     assert isinstance(architecture, str)
-    need_gguf(file)
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError(f"{file} needs the package gguf: {_extras.install('gguf')}")
     found: dict[str, Stored] = {}
     for name, place in sorted(header.tensors.items(), key=lambda item: item[1].begin):
         if name in _FACTORS:
@@ -240,12 +241,6 @@ def stored(file: Path) -> dict[str, Stored]:
             raise ValueError(f"{file} holds {shown_name(name)} twice")
         found[target] = tensor
     return found
-
-
-def need_gguf(file: Path) -> None:
-    """Raises ImportError, saying how to install it, if the package `gguf` is missing."""
-    if importlib.util.find_spec("gguf") is None:
-        raise ImportError(f"{file} needs the package gguf: {_extras.install('gguf')}")
 
 
 def _heads(header: Header, key: str, place: Place, name: str) -> int:

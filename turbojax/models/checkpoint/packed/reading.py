@@ -2,7 +2,9 @@
 
 One layer's tensors are read, unpacked on the device and packed again as `Int4Weight` holds them,
 before the next layer's: besides the model, the host holds the tensors of one linear layer, and the
-device one layer's codes in 8 bits.
+device one layer's codes in 8 bits. On a mesh only the rows or columns of codes and scales are read
+that the process's devices have. Zero points, and which group each input is in, are read whole: all
+processes must agree on whether there are any.
 """
 
 import contextlib
