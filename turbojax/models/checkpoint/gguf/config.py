@@ -104,8 +104,9 @@ class _Config:
             "torch_dtype": _dtype(self.header),
             **self.tokens(),
             **self.rope(head_dim, sizes["max_position_embeddings"]),
-            **getattr(self, f"_{self.architecture}", lambda *_: {})(sizes, head_dim),
         }
+        own = getattr(self, f"_{self.architecture}", None)
+        found |= own(sizes, head_dim) if own else {}
         if self.architecture == "phi3":
             # Phi-3 has no such key: its heads share the width evenly.
             del found["head_dim"]
