@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.serving.engine_texts import VOCABULARY, NoRepeats
 from tests.serving.engine_watching import MODES, Watched
 from turbojax.models import Request, Sampling
-from turbojax.models.generation.penalties import Penalties
+from turbojax.models.generation.sampling import Penalties
 
 # Few tokens and round lengths, so that prompts begin alike and end where pages end.
 prompts = st.builds(

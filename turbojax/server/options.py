@@ -8,8 +8,7 @@ from typing import Any
 from turbojax import _json
 from turbojax.models.engine.requests import MOST_LOGPROBS, Request
 from turbojax.models.generation.constraints import Constraint
-from turbojax.models.generation.penalties import Penalties
-from turbojax.models.generation.sampling import Sampling
+from turbojax.models.generation.sampling import Penalties, Sampling
 from turbojax.models.generation.stopping import check_stops
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.server.errors import ApiError, blamed_on

@@ -8,7 +8,7 @@ from typing import Any
 
 from turbojax.models import Request, Sampling
 from turbojax.models.generation.constraints import Constraint
-from turbojax.models.generation.penalties import Penalties
+from turbojax.models.generation.sampling import Penalties
 from turbojax.models.generation.stopping import check_stops
 from turbojax.models.text.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ from turbojax.app.serve.lines import TextRequest, parse_line
 from turbojax.models import Request, TransformerConfig
 from turbojax.models.engine.groups import pages_at_most, windows_of
 from turbojax.models.engine.requests import check_vocabulary
-from turbojax.models.generation.penalties import NO_PENALTIES
+from turbojax.models.generation.sampling import NO_PENALTIES
 from turbojax.models.text.tokenizer import Tokenizer
 
 # The values of a request that uses none of these options.

@@ -22,8 +22,8 @@ from turbojax.models.engine.programs import (
 )
 from turbojax.models.engine.speculation import Draft, NGram, Speculation
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.tensor_parallel.caches import init_split
 from turbojax.models.tensor_parallel.layout import local_config
+from turbojax.models.tensor_parallel.specs import init_split
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.models.transformer import Transformer
 from turbojax.numerics.config import TurboConfig

@@ -14,9 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from turbojax.models.engine.pool_access import Pool
 from turbojax.models.generation.sampling import NOTHING, Kind, SamplingRows, sample
-from turbojax.models.tensor_parallel.layout import hidden_axes, share
+from turbojax.models.tensor_parallel.layout import gather_logits, hidden_axes, likeliest, share
 from turbojax.models.tensor_parallel.specs import cache_specs
-from turbojax.models.tensor_parallel.vocabulary import gather_logits, likeliest
 from turbojax.sharding import Axes
 
 SAME = PartitionSpec()
