@@ -26,7 +26,7 @@ from turbojax import _writing, models, smoothing
 from turbojax._environment import environment
 from turbojax.app.quantize import run as quantizing
 from turbojax.app.text_model import read_text
-from turbojax.models.calibration import calibrate
+from turbojax.models.layer_by_layer import calibrate
 from turbojax.models.quantize import layer_params, layer_weights, quantize_from
 from turbojax.models.text.tokenizer import ByteTokenizer
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import fireq_ablation as ablation
 from turbojax import models, smoothing
-from turbojax.models.calibration import calibrate
+from turbojax.models.layer_by_layer import calibrate
 from turbojax.models.quantize import layer_weights
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "fireq_ablation_2026-11-21.json"

@@ -11,7 +11,7 @@ from tests.models import moe_helpers as moe
 from turbojax import models, smoothing
 from turbojax.matmul.grouped import grouped_matmul
 from turbojax.matmul.int4 import matmul
-from turbojax.models import quantized_experts, quantized_layer
+from turbojax.models import quantized_layer
 
 pytestmark = pytest.mark.gpu
 PLAIN = smoothing.Smoothing(cas=False, pts=False, rpn=False, crs=False)
@@ -44,7 +44,7 @@ def test_logits_of_int4_are_those_of_xla(folder, length, monkeypatch):
     decoder = models.quantize_model(models.load_decoder(folder), smoothing=PLAIN)
     text = moe.tokens(2, length)
     got = moe.logits(decoder, text)
-    for module, function in ((quantized_layer, matmul), (quantized_experts, grouped_matmul)):
+    for module, function in ((quantized_layer, matmul), (quantized_layer, grouped_matmul)):
         reference = functools.partial(function, implementation="xla")
         monkeypatch.setattr(module, function.__name__, reference)
     want = moe.logits(decoder, text)

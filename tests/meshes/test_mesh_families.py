@@ -17,8 +17,8 @@ from turbojax.matmul.int4.parts import NOTHING, split_group_size, take_inputs, t
 from turbojax.matmul.int4.weight import dequantize, gate_and_up, quantize_weight
 from turbojax.models.families import ExpertsConfig
 from turbojax.models.quantized_layer import QuantizedLinear
+from turbojax.models.tensor_parallel.placing import local_layer
 from turbojax.models.tensor_parallel.programs import on_mesh
-from turbojax.models.tensor_parallel.quantized_parts import local_layer
 from turbojax.parallel import Axes
 from turbojax.smoothing import Smoothing
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tests.models import hf_helpers
 from tests.models.test_gpt_oss import rounded
 from turbojax import models
-from turbojax.models.checkpoint import folder, placing
+from turbojax.models.checkpoint import folder, on_mesh
 from turbojax.models.tensor_parallel.placing import shard
 from turbojax.models.tensor_parallel.specs import shardings
 from turbojax.parallel import Axes, mesh_of
@@ -65,9 +65,9 @@ class Process:
 
     def __init__(self, monkeypatch, devices):
         self.devices = frozenset(devices)
-        monkeypatch.setattr(placing, "local_devices", lambda sharding: self.devices)
-        monkeypatch.setattr(placing, "assemble", self.assemble)
-        monkeypatch.setattr(placing, "_transposed", lambda sharding: lambda x: x)
+        monkeypatch.setattr(on_mesh, "local_devices", lambda sharding: self.devices)
+        monkeypatch.setattr(on_mesh, "assemble", self.assemble)
+        monkeypatch.setattr(on_mesh, "_transposed", lambda sharding: lambda x: x)
 
     def assemble(self, shape, sharding, parts):
         assert parts.keys() == self.devices

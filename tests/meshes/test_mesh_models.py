@@ -15,7 +15,7 @@ from turbojax.caches import PagedLayer, causal_attention, init_layer_cache, kind
 from turbojax.caches.comparison import Kivi
 from turbojax.models.generation.saving import save_cache
 from turbojax.models.generation.steps import decode_step, run_prompts
-from turbojax.models.tensor_parallel import layout, programs, storing, vocabulary
+from turbojax.models.tensor_parallel import layout, programs, storing
 from turbojax.models.tensor_parallel.programs import on_mesh
 from turbojax.parallel import Axes
 from turbojax.smoothing import Smoothing
@@ -234,7 +234,7 @@ def test_tokens_and_vocabularies_that_do_not_divide():
 
     def logits(model, tokens, positions):
         hidden, _ = model.hidden(tokens, positions, causal_attention, (None,))
-        return model.logits(hidden), vocabulary.likeliest(model.local_logits(hidden), model.axes)[1]
+        return model.logits(hidden), layout.likeliest(model.local_logits(hidden), model.axes)[1]
 
     want, likeliest = jax.jit(logits)(one, tokens, positions)
     specs = ((P(), P()), (P(), P()))

@@ -4,12 +4,13 @@ import json
 import zlib
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.models.tiny import logits as logits
+from tests.models.tiny import relative as relative
 from turbojax import models
-from turbojax.models import TransformerConfig, causal_attention
+from turbojax.models import TransformerConfig
 from turbojax.models.checkpoint.huggingface import expected_shapes
 from turbojax.models.families import ExpertsConfig
 
@@ -69,18 +70,6 @@ def write(config: TransformerConfig, folder: Path) -> Path:
 
 def tokens(batch: int, length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(1, VOCAB, (batch, length))
-
-
-def logits(decoder, text: np.ndarray) -> np.ndarray:
-    """Of whole texts, by a `Decoder` or a `QuantizedDecoder`."""
-    positions = jnp.broadcast_to(jnp.arange(text.shape[1])[None], text.shape)
-    nothing = (None,) * decoder.config.num_layers
-    hidden, _ = decoder.hidden(jnp.asarray(text), positions, causal_attention, nothing)
-    return np.asarray(decoder.logits(hidden), np.float64)
-
-
-def relative(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def oracle(x, router, gate, up, down, experts: ExpertsConfig) -> np.ndarray:

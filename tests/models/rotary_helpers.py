@@ -1,6 +1,6 @@
 """Rotary embeddings that the tests of angles share."""
 
-from tests.models.family_helpers import PUBLISHED
+from tests.models.published import PUBLISHED
 
 # As far into a text as the longest contexts go.
 FAR = 100_000

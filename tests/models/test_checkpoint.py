@@ -52,7 +52,7 @@ def arrays(model) -> dict:
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 
-# All of them are read and written by transformers too, in `test_parity_live_checkpoint.py`.
+# All of them are read and written by transformers too, in `test_parity_live_forward.py`.
 FEW = list(hf_helpers.VARIANTS)[::7]
 
 

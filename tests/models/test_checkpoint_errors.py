@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from tests.models import tiny
 from turbojax import models
 from turbojax.models.checkpoint.huggingface import (
     load,
@@ -20,7 +21,7 @@ from turbojax.models.checkpoint.huggingface import (
     weight_files,
 )
 
-CONFIG = models.TransformerConfig(
+CONFIG = tiny.config(
     vocab_size=48,
     hidden_size=24,
     intermediate_size=40,

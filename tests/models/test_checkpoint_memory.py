@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from turbojax.models import TransformerConfig
+from tests.models import tiny
 from turbojax.models.checkpoint.huggingface import expected_shapes
 
-CONFIG = TransformerConfig(
+CONFIG = tiny.config(
     vocab_size=512,
     hidden_size=512,
     intermediate_size=1536,

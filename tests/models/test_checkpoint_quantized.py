@@ -4,42 +4,25 @@ import dataclasses
 import functools
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.models import tiny
 from turbojax import fireq, models, smoothing
 from turbojax.matmul.int4.layout import code_rows, scale_rows
 from turbojax.models.checkpoint.huggingface import load, load_decoder, weight_files
 from turbojax.models.lora import init_adapters, with_adapters, without_adapters
 from turbojax.rotary import LinearScaling, YarnScaling
 
-CONFIG = models.TransformerConfig(
-    vocab_size=64,
-    hidden_size=48,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_length=64,
-)
+CONFIG = tiny.config(hidden_size=48, intermediate_size=64, num_layers=2)
 INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
 def quantized() -> models.QuantizedDecoder:
     return models.random_quantized_decoder(CONFIG, dtype=jnp.float32)
-
-
-def same(one, other) -> bool:
-    leaves = [jax.tree.leaves(x) for x in (one, other)]
-    return jax.tree.structure(one) == jax.tree.structure(other) and all(
-        a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
-        for a, b in zip(*leaves, strict=True)
-    )
 
 
 @pytest.mark.slow
@@ -50,7 +33,7 @@ def test_one_file_or_many(quantized, tmp_path, limit):
     told = []
     for loader in (load, load_decoder):
         loaded = loader(tmp_path, progress=lambda *x: told.append(x))
-        assert same(loaded, quantized)
+        assert tiny.same(loaded, quantized)
     # Nothing is converted here: bytes in the files are those of the model.
     assert told[-1] == (quantized.nbytes, quantized.nbytes)
     short = load(tmp_path, max_length=32)
@@ -75,7 +58,7 @@ def test_version_1(quantized, tmp_path):
         old[name] = array
     assert old["layers.0.qkv.codes"].shape == (128, 64)
     save_file(old, file)
-    assert same(load(tmp_path), quantized)
+    assert tiny.same(load(tmp_path), quantized)
 
 
 @pytest.mark.slow
@@ -203,7 +186,7 @@ def test_adapters_are_not_part_of_it(quantized, tmp_path):
     with pytest.raises(ValueError, match=r"layers\[0\] has adapters, must have none: see save_ad"):
         models.save_quantized(adapted, tmp_path)
     models.save_quantized(without_adapters(adapted), tmp_path)
-    assert same(load(tmp_path), quantized)
+    assert tiny.same(load(tmp_path), quantized)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """DeepSeek-V2 and V3: latent attention in both forms, caches of latents, files, refusals."""
 
 import dataclasses
-import functools
 import json
 
 import jax
@@ -23,37 +22,27 @@ NAMES = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3")
 LATENT = LatentConfig(24, 16, 8, 12)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return functools.cache(lambda name: hf.write(name, tmp_path_factory.mktemp(name)))
-
-
-@pytest.fixture(scope="module")
-def load(folder):
-    return functools.cache(lambda name: models.load_decoder(folder(name)))
-
-
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", NAMES[::-1])
-def test_absorbed_form_is_the_expanded_one(load, name):
+def test_absorbed_form_is_the_expanded_one(decoder, name):
     """Through caches of latents, token by token: what transformers computes, as recorded."""
-    model = load(name)
+    model = decoder(name)
     assert error("latent", model, name) < texts.TOLERANCE
     continues("latent", model, name, "left")
 
 
 @pytest.mark.slow
-def test_compressed_latents(load):
+def test_compressed_latents(decoder):
     """Logits of peaked attention on 24 channels, and experts that are close choices, lose much."""
-    model = load(NAMES[0])
+    model = decoder(NAMES[0])
     exact = through("latent", model)
     found = {kind: moe.relative(through(kind, model), exact) for kind in ("latent_fp8_e4m3",)}
     assert 1e-3 < found["latent_fp8_e4m3"] < 0.5
 
 
-def test_sizes_of_caches(load):
+def test_sizes_of_caches(decoder):
     """A token takes the latent and the rotary key, and not every head's keys and values."""
-    model = load(NAMES[0])
+    model = decoder(NAMES[0])
     caches = {kind: models.init_caches(model, 2, 64, kind) for kind in ("exact", "latent")}
     [exact, latent] = (x.layers[0] for x in caches.values())
     assert (exact.num_kv_heads, exact.head_dim) == (4, 24)
@@ -103,8 +92,8 @@ def oracle(params, x, positions, config):
 
 
 @pytest.mark.slow
-def test_a_layer_against_an_oracle(load):
-    model = load("deepseek-v2")
+def test_a_layer_against_an_oracle(decoder):
+    model = decoder("deepseek-v2")
     config, params = model.config, model.layers[0]
     # What a layer adds if its feed-forward layer adds nothing.
     zeros = jax.tree.map(jnp.zeros_like, params["mlp"])
@@ -132,7 +121,7 @@ def test_a_layer_against_an_oracle(load):
 @pytest.mark.fuzz
 def test_gradients_reach_all_weights(folder):
     """Training computes in expanded form; the correction is chosen by, and has none."""
-    model = models.load(folder("deepseek-v3"))
+    model = models.decoder(folder("deepseek-v3"))
     from flax import nnx
 
     text = jnp.asarray(moe.tokens(1, 7))
@@ -148,22 +137,22 @@ def test_gradients_reach_all_weights(folder):
 
 
 @pytest.mark.slow
-def test_sessions_are_stored(load, tmp_path):
-    model, prompts = load(NAMES[0]), moe.tokens(2, 9)
+def test_sessions_are_stored(decoder, tmp_path):
+    model, prompts = decoder(NAMES[0]), moe.tokens(2, 9)
     session = models.start(model, jnp.asarray(prompts), max_length=24, cache="latent")
     models.save_session(tmp_path / "session", session)
     again, _ = models.load_session(tmp_path / "session", model)
     new = jnp.asarray(moe.tokens(2, 3, seed=5))
     np.testing.assert_array_equal(models.score(session, new), models.score(again, new))
-    other = load(NAMES[1])
+    other = decoder(NAMES[1])
     with pytest.raises(ValueError, match="session"):
         models.load_session(tmp_path / "session", other)
 
 
 @pytest.mark.fuzz
-def test_the_engine_serves_them(load):
+def test_the_engine_serves_them(decoder):
     """Expanded, over pages of every head's keys and values."""
-    model = load("deepseek-v3")
+    model = decoder("deepseek-v3")
     prompts = [[int(x) for x in moe.tokens(1, count, count)[0]] for count in (12, 3)]
     engine = models.Engine(model, num_pages=8, page_size=16, max_sequences=2, step_tokens=8)
     numbers = [engine.add(models.Request(prompt, 5)) for prompt in prompts]
@@ -194,7 +183,7 @@ def test_first_layers_without_experts_and_layers_that_predict(folder, tmp_path):
     decoder = models.load_decoder(tmp_path)
     assert sum(x.size for x in jax.tree.leaves(decoder)) == dense.num_parameters
     assert np.isfinite(moe.logits(decoder, moe.tokens(1, 5))).all()
-    whole = models.unstack(models.load(tmp_path))
+    whole = models.unstack(models.decoder(tmp_path))
     jax.tree.map(np.testing.assert_array_equal, whole.layers, decoder.layers)
     stored = models.open_decoder(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, tuple(stored.layers), decoder.layers)
@@ -218,15 +207,15 @@ def test_the_correction_stays_float32(folder):
     assert (router["kernel"].dtype, router["correction"].dtype) == (jnp.bfloat16, jnp.float32)
     assert decoder.dtype == jnp.bfloat16
     tensors = models.checkpoint.huggingface.to_hf_tensors(
-        models.load(folder("deepseek-v3"), dtype=jnp.bfloat16)
+        models.decoder(folder("deepseek-v3"), dtype=jnp.bfloat16)
     )
     name = "model.layers.0.mlp.gate.e_score_correction_bias"
     np.testing.assert_array_equal(tensors[name], hf.tensors("deepseek-v3")[name])
 
 
-def test_what_is_not_supported_is_refused(load):
+def test_what_is_not_supported_is_refused(decoder):
     for name in NAMES:
-        model = load(name)
+        model = decoder(name)
         with pytest.raises(NotImplementedError, match="latent attention is not supported in a qu"):
             models.quantize_model(model, smoothing=models.quantize.Smoothing(rpn=False, crs=False))
         with pytest.raises(NotImplementedError, match="latent attention is not supported in a qu"):

@@ -10,11 +10,13 @@ import pytest
 from flax import nnx
 
 from tests.models import hf_helpers as hf
+from tests.models import tiny
 from tests.recordings import parity_recordings as recordings
 from tests.recordings import parity_texts as texts
 from turbojax import TurboConfig, models, smoothing
 from turbojax.flax.norms import rms_norm
 from turbojax.models import causal_attention
+from turbojax.models.layer_by_layer import calibrate
 from turbojax.models.quantize import layer_params, layer_weights
 from turbojax.rotary import Rope, YarnScaling
 from turbojax.smoothing.attention import of_channels, split_pairs
@@ -25,16 +27,6 @@ MOST = [
     pytest.param(NAMES[1], marks=pytest.mark.slow),
     *(pytest.param(name, marks=pytest.mark.fuzz) for name in NAMES[2:]),
 ]
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    return functools.cache(lambda name: hf.write(name, tmp_path_factory.mktemp(name)))
-
-
-@pytest.fixture(scope="session")
-def decoder(folder):
-    return functools.cache(lambda name: models.load_decoder(folder(name)))
 
 
 @pytest.fixture(scope="session")
@@ -50,11 +42,6 @@ def logits(decoder, tokens) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     nothing = (None,) * decoder.config.num_layers
     return decoder.logits(decoder.hidden(tokens, positions, causal_attention, nothing)[0])
-
-
-def relative(got, want) -> float:
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 # Rotation and norms -----------------------------------------------------------------------------
@@ -121,17 +108,17 @@ def test_weights_of_a_layer_go_back(decoder, name):
     model = decoder(name)
     config, tokens = model.config, jnp.asarray(hf.tokens(1, 16, seed=1), jnp.int32)
     options = smoothing.Smoothing(pts=False, crs=False)
-    seen = models.calibration.calibrate(model, hf.tokens(2, 24, seed=5))
+    seen = calibrate(model, hf.tokens(2, 24, seed=5))
     layers = []
     for params, statistics in zip(model.layers, seen, strict=True):
         weights = layer_weights(params, config)
         again = layer_params(weights, config.norm_offset, joint_qk_norm=config.joint_qk_norm)
         jax.tree.map(np.testing.assert_array_equal, again, params)
         smooth = smoothing.smooth_layer(weights, statistics, options)
-        assert relative(smooth.gate.weight, weights.gate.weight) > 0.01 or not config.pre_norms
+        assert tiny.relative(smooth.gate.weight, weights.gate.weight) > 0.01 or not config.pre_norms
         layers.append(layer_params(smooth, joint_qk_norm=config.joint_qk_norm))
     smoothed = dataclasses.replace(model, layers=tuple(layers))
-    assert relative(logits(smoothed, tokens), logits(model, tokens)) < 1e-4
+    assert tiny.relative(logits(smoothed, tokens), logits(model, tokens)) < 1e-4
 
 
 @pytest.mark.slow
@@ -146,7 +133,7 @@ def test_inputs_that_no_norm_makes_are_not_folded(decoder):
     parallel = layer_weights(decoder("cohere2").layers[0], decoder("cohere2").config)
     with pytest.raises(ValueError, match="mlp_norm must be None in a parallel layer"):
         dataclasses.replace(parallel, mlp_norm=parallel.attention_norm).validate()
-    seen = models.calibration.calibrate(decoder("cohere2"), hf.tokens(1, 8))[0]
+    seen = calibrate(decoder("cohere2"), hf.tokens(1, 8))[0]
     seen = dataclasses.replace(seen, interleaved=False)
     with pytest.raises(ValueError, match="interleaved=False must be the layer's, True"):
         smoothing.smooth_layer(parallel, seen, smoothing.Smoothing(num_pairs=2))
@@ -170,7 +157,7 @@ def test_caches_of_four_bits_are_near(decoder, name):
             for cache in (kind, "exact")
         )
         got, want = (models.score(x, jnp.asarray(ids[:, 40:44])) for x in sessions)
-        return relative(got, want)
+        return tiny.relative(got, want)
 
     for kind in (TurboConfig(), "turbo4"):
         assert 1e-3 < error(name, kind) < 1.1 * error("llama3.1", kind)
@@ -218,7 +205,7 @@ def test_gradients_reach_every_weight(folder, decoder, name):
         return nnx.value_and_grad(loss, has_aux=True)(model)
 
     (loss, out), grads = gradient(model)
-    assert relative(out, logits(decoder(name), tokens)) < 1e-5
+    assert tiny.relative(out, logits(decoder(name), tokens)) < 1e-5
     assert np.isfinite(float(loss))
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         found = np.asarray(grad)
@@ -241,7 +228,7 @@ def test_adapters(quantized, name):
     def value(adapters):
         return logits(models.with_adapters(plain, adapters, gradient="exact"), tokens)
 
-    assert relative(value(adapters), logits(plain, tokens)) < 1e-5
+    assert tiny.relative(value(adapters), logits(plain, tokens)) < 1e-5
     grads = jax.jit(jax.grad(lambda x: (value(x) ** 2).mean()))(adapters)
     for layer in grads.layers:
         assert set(layer) == set(models.lora.LINEARS)

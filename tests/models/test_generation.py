@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import turbojax as tj
+from tests.models import tiny
 from turbojax import _device, models
 from turbojax.attention import cudnn
 from turbojax.caches import exact as exact_attention
@@ -17,21 +18,12 @@ from turbojax.caches.exact import cache as exact
 from turbojax.models.generation import session as generation
 
 CACHES = ("exact", "4bit", "2/4bit", "3bit", "2bit")
+PAGES = ("paged", "fp8_e4m3", "fp8_e5m2", "paged_int8", "turbo4", "paged_k8v4", "turbo_k3v2")
 
 
 @pytest.fixture(scope="module")
 def model() -> models.Transformer:
-    config = models.TransformerConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_length=256,
-    )
-    return models.Transformer(config, rngs=nnx.Rngs(1))
+    return tiny.transformer(num_layers=2, max_length=256)
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +130,6 @@ def test_progress_is_called_once_a_token(shallow):
     assert seen == [1] * 5
 
 
-def _abstract_step(decoder, batch: int, max_length: int, kind):
-    """The compiled step for caches of this size, without any cache being made."""
-    caches = jax.eval_shape(lambda: models.init_caches(decoder, batch, max_length, kind))
-    tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    lowered = generation.decode_step.lower(decoder, caches, tokens, tokens, implementation=None)
-    return caches.nbytes, lowered.compile().memory_analysis()
-
-
 @pytest.mark.parametrize("name", ["4bit", "turbo4"])
 def test_every_array_of_the_caches_is_written_to_its_own_memory(shallow, name):
     """In a layer's memory of another array it would be elsewhere after every step."""
@@ -163,8 +147,8 @@ def test_every_array_of_the_caches_is_written_to_its_own_memory(shallow, name):
 @pytest.mark.slow
 def test_a_step_updates_compressed_caches_in_place(shallow):
     decoder = models.unstack(shallow)
-    small, analysis = _abstract_step(decoder, 2, 2048, tj.TurboConfig())
-    large, larger = _abstract_step(decoder, 2, 8192, tj.TurboConfig())
+    small, analysis = tiny.compiled_step(decoder, 2, 2048, tj.TurboConfig())
+    large, larger = tiny.compiled_step(decoder, 2, 8192, tj.TurboConfig())
     assert analysis.alias_size_in_bytes == small
     assert larger.alias_size_in_bytes == large
     # Not even one more array of the cache's length, such as the block scales of one layer's keys.
@@ -183,13 +167,13 @@ def test_appending_to_a_donated_exact_cache_needs_no_copy():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", [*CACHES, *PAGES])
 def test_a_step_needs_no_copy_of_the_caches_on_a_gpu(name):
     config = dataclasses.replace(models.SHAPES["tiny"], head_dim=64, max_length=32768)
     decoder = models.random_decoder(config)
     kind = models.cache_by_name(name, config.num_kv_heads)
-    small, analysis = _abstract_step(decoder, 4, 4096, kind)
-    large, larger = _abstract_step(decoder, 4, 32768, kind)
+    small, analysis = tiny.compiled_step(decoder, 4, 4096, kind)
+    large, larger = tiny.compiled_step(decoder, 4, 32768, kind)
     assert larger.alias_size_in_bytes == large
     growth = larger.temp_size_in_bytes - analysis.temp_size_in_bytes
     # One copy of one layer's keys would be a quarter.

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import turbojax as tj
 from tests.models import hf_helpers as hf
+from tests.models import tiny
 from turbojax import models
 from turbojax.app.generate import run as text
 from turbojax.app.text_model import TextModel
@@ -19,7 +19,7 @@ from turbojax.caches.comparison.kinds import KIVI
 from turbojax.models import GREEDY, Sampling
 from turbojax.models.generation import session as generation
 from turbojax.models.generation import steps
-from turbojax.models.generation.buckets import bucket, cache_bucket, prompt_bucket
+from turbojax.models.generation.padding import bucket, cache_bucket, prompt_bucket
 from turbojax.models.text.tokenizer import NumberTokenizer
 
 SMALL_BLOCKS = tj.TurboConfig(block_kv=16, buffer_size=16, block_q=16)
@@ -35,23 +35,13 @@ LIMIT = 250
 
 @pytest.fixture(scope="module")
 def model() -> models.Decoder:
-    config = models.TransformerConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_length=LIMIT,
-    )
-    return models.unstack(models.Transformer(config, rngs=nnx.Rngs(1)))
+    return models.unstack(tiny.transformer(max_length=LIMIT))
 
 
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory, request) -> models.Decoder:
+def gemma(decoder, request) -> models.Decoder:
     """With windows, soft caps and groups of heads; or windows with a RoPE of their own."""
-    return models.load_decoder(hf.write(request.param, tmp_path_factory.mktemp("gemma")))
+    return decoder(request.param)
 
 
 @pytest.fixture

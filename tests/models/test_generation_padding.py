@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.models import tiny
 from turbojax import models
 from turbojax.models.generation.padding import align
 
@@ -14,17 +15,7 @@ LENGTHS, NEW = (17, 5), 6
 
 @pytest.fixture(scope="module")
 def model() -> models.Decoder:
-    config = models.TransformerConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_length=64,
-    )
-    return models.unstack(models.Transformer(config, rngs=nnx.Rngs(1)))
+    return models.unstack(tiny.transformer())
 
 
 @pytest.fixture(scope="module")
@@ -198,16 +189,7 @@ def test_on_the_device_they_give_nan_in_their_own_sequence(model, wrong):
 @pytest.mark.parametrize("wrong", [64, -1])
 def test_a_forward_pass_gives_nan_for_them_but_not_for_padding(wrong):
     llama = models.Transformer(
-        models.TransformerConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_layers=1,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            max_length=32,
-        ),
+        tiny.config(max_length=32),
         rngs=nnx.Rngs(0),
     )
     logits = np.asarray(llama(np.array([[3, wrong, 5], [3, 4, 5]])))

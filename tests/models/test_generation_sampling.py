@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
+from tests.models import tiny
 from turbojax import models
 from turbojax.models import Sampling
 from turbojax.models.generation import session as generation
@@ -21,17 +21,7 @@ WARM = Sampling(temperature=1.0, seed=5)
 
 @pytest.fixture(scope="module")
 def model() -> models.Decoder:
-    config = models.TransformerConfig(
-        vocab_size=90,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_length=64,
-    )
-    return models.unstack(models.Transformer(config, rngs=nnx.Rngs(1)))
+    return models.unstack(tiny.transformer(vocab_size=90))
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,13 @@ from jax import export
 from PIL import Image
 
 from tests.models import image_helpers as tiny
+from tests.models.family_helpers import cases
 from tests.recordings import image_recordings as recordings
 from turbojax import models
 from turbojax.caches import CACHE_NAMES, cache_by_name
 from turbojax.models.checkpoint.huggingface import to_hf_tensors
 from turbojax.models.vision.checkpoint import expected_shapes, to_tensors
-from turbojax.models.vision.model import project
-from turbojax.models.vision.preprocessing import Preprocessing
+from turbojax.models.vision.model import Preprocessing, project
 from turbojax.parallel import Axes
 
 # Float32 logits of these models have a standard deviation of about 1.
@@ -355,52 +355,31 @@ def test_int4_text_model_with_images(decoder, images):
     assert np.corrcoef(np.ravel(exact), np.ravel(got))[0, 1] > 0.8
 
 
+REFUSED = {
+    NotImplementedError: [
+        ({"tower": {"hidden_act": "gelu"}}, "vision_config: hidden_act='g"),
+        ({"tower": {"model_type": "clip"}}, "model_type='clip' is not sup"),
+        ({"tower": {"new_idea": 1}}, "vision_config: new_idea=1 is not"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+            "'LlamaForCausalLM'. has no images here: must be 'Gemma3ForCond",
+        ),
+    ],
+    ValueError: [
+        ({"tower": {"num_attention_heads": 5}}, "hidden_size=36 must be a multiple"),
+        ({"tower": {"image_size": 26}}, "image_size=26 must be a multiple of patch"),
+        ({"tower": {"patch_size": 0}}, "patch_size=0 must be an integer of at leas"),
+        ({"mm_tokens_per_image": 8}, "mm_tokens_per_image=8 must be a square numbe"),
+        ({"mm_tokens_per_image": 16}, "divides the 6 patches of a side"),
+        ({"vision_config": None}, "vision_config=None must be an object"),
+        ({"image_token_index": -1}, "image_token_index=-1 must be an integer"),
+    ],
+}
+
+
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("keys", "kind", "message"),
-        [
-            (
-                {"tower": {"hidden_act": "gelu"}},
-                NotImplementedError,
-                "vision_config: hidden_act='g",
-            ),
-            (
-                {"tower": {"model_type": "clip"}},
-                NotImplementedError,
-                "model_type='clip' is not sup",
-            ),
-            ({"tower": {"new_idea": 1}}, NotImplementedError, "vision_config: new_idea=1 is not"),
-            (
-                {"tower": {"num_attention_heads": 5}},
-                ValueError,
-                "hidden_size=36 must be a multiple",
-            ),
-            (
-                {"tower": {"image_size": 26}},
-                ValueError,
-                "image_size=26 must be a multiple of patch",
-            ),
-            (
-                {"tower": {"patch_size": 0}},
-                ValueError,
-                "patch_size=0 must be an integer of at leas",
-            ),
-            (
-                {"mm_tokens_per_image": 8},
-                ValueError,
-                "mm_tokens_per_image=8 must be a square numbe",
-            ),
-            ({"mm_tokens_per_image": 16}, ValueError, "divides the 6 patches of a side"),
-            ({"vision_config": None}, ValueError, "vision_config=None must be an object"),
-            ({"image_token_index": -1}, ValueError, "image_token_index=-1 must be an integer"),
-            (
-                {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-                NotImplementedError,
-                "'LlamaForCausalLM'. has no images here: must be 'Gemma3ForCond",
-            ),
-        ],
-    )
-    def test_config(self, keys, kind, message):
+    @pytest.mark.parametrize(("kind", "keys", "message"), cases(REFUSED))
+    def test_config(self, kind, keys, message):
         with pytest.raises(kind, match=message):
             models.VisionConfig.from_hf(tiny.config(**keys))
 

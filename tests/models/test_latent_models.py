@@ -6,16 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.models import tiny
 from turbojax import models
 from turbojax.models import Engine, Request
 from turbojax.models.config import LatentConfig
 
-CONFIG = models.TransformerConfig(
+CONFIG = tiny.config(
     vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
     num_layers=3,
-    num_heads=4,
     num_kv_heads=4,
     head_dim=24,
     max_length=96,
@@ -108,16 +106,7 @@ def test_what_the_engine_refuses(options, words):
 
 
 def test_a_model_without_latents_has_no_cache_of_them():
-    plain = models.TransformerConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=16,
-        max_length=32,
-    )
+    plain = tiny.config(vocab_size=61, num_heads=2, max_length=32)
     decoder = models.random_decoder(plain, dtype=jnp.float32)
     with pytest.raises(ValueError, match="the model has no latents"):
         models.generate(decoder, jnp.asarray([[1]]), max_new_tokens=2, cache="latent_turbo4")

@@ -11,21 +11,17 @@ from flax import nnx
 from safetensors import safe_open
 
 from tests.models import hf_helpers as hf
+from tests.models import tiny
 from turbojax import finetune, models
 from turbojax.models.decoder import for_length
 from turbojax.rotary import LongRopeScaling, Rope
 
 WINDOW, THETA, LOCAL_THETA, AMPLITUDE = 6, 900.0, 7.0, 1.5
 SHORT, LONG = (1.0, 1.5, 2.0, 2.5), (2.0, 3.0, 4.0, 5.0)
-CONFIG = models.TransformerConfig(
+CONFIG = tiny.config(
     vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
     num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
     head_dim=8,
-    max_length=64,
     rope_theta=THETA,
     rope_scaling=LongRopeScaling(SHORT, LONG, 16, AMPLITUDE),
     local_rope_theta=LOCAL_THETA,

@@ -8,7 +8,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.models import hf_helpers as hf
-from tests.models.family_helpers import PUBLISHED, least
+from tests.models.family_helpers import least
+from tests.models.published import PUBLISHED
 from turbojax import models
 from turbojax.models import TransformerConfig
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file, save_file
 
+from tests.models import tiny
 from turbojax.flax.norms import RMSNorm
 from turbojax.models import (
     BEGINNING_OF_FILE,
@@ -23,20 +23,18 @@ from turbojax.models import (
     load,
     save,
 )
-from turbojax.models.checkpoint.huggingface import expected_shapes, to_hf_tensors
+from turbojax.models.checkpoint.huggingface import to_hf_tensors
 from turbojax.rotary import Rope, rotate
 
-TINY = TransformerConfig(
+TINY = tiny.config(
     vocab_size=23,
     hidden_size=24,
     intermediate_size=40,
     num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
     head_dim=8,
     max_length=32,
     rope_theta=500.0,
-    norm_eps=1e-4,
+    norm_eps=0.0001,
 )
 TIED = dataclasses.replace(TINY, tie_embeddings=True)
 
@@ -132,10 +130,6 @@ class TestConfig:
         with pytest.raises(ValueError, match=requirement):
             dataclasses.replace(TINY, **{field: value})
 
-    @pytest.mark.parametrize("config", [TINY, TIED])
-    def test_round_trip_through_json(self, config):
-        assert TransformerConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
-
     def test_reads_either_spelling_of_theta_and_default_heads(self):
         hf = TINY.to_hf()
         for key in ("rope_parameters", "rope_theta"):
@@ -143,31 +137,6 @@ class TestConfig:
         del hf["num_key_value_heads"], hf["head_dim"]
         config = TransformerConfig.from_hf(hf)
         assert (config.num_kv_heads, config.head_dim) == (4, 6)
-
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {"architectures": ["MistralForCausalLM"]},
-            {"architectures": None, "model_type": None},
-            {"hidden_act": "gelu"},
-            {"num_local_experts": 8},
-            {"rope_scaling": {"rope_type": "dynamic"}},
-            {"rope_parameters": {"rope_type": "proportional"}},
-        ],
-    )
-    def test_unsupported(self, change):
-        with pytest.raises(NotImplementedError, match="is not supported: must be"):
-            TransformerConfig.from_hf({**TINY.to_hf(), **change})
-
-    def test_missing_keys(self):
-        hf = TINY.to_hf()
-        del hf["vocab_size"]
-        with pytest.raises(ValueError, match="lacks vocab_size"):
-            TransformerConfig.from_hf(hf)
-
-    def test_counts_parameters(self):
-        leaves = jax.tree.leaves(nnx.state(make()))
-        assert TINY.num_parameters == sum(leaf.size for leaf in leaves)
 
 
 class TestForward:
@@ -279,20 +248,6 @@ def test_decoding_through_a_cache_equals_the_whole_forward():
 
 
 class TestCheckpoint:
-    def test_round_trip_is_bit_exact(self, tmp_path):
-        model = make()
-        save(model, tmp_path / "model")
-        loaded = load(tmp_path / "model")
-        assert loaded.config == TINY
-        assert loaded.dtype == jnp.float32
-        before, after = to_hf_tensors(model), to_hf_tensors(loaded)
-        assert before.keys() == after.keys() == expected_shapes(TINY).keys()
-        for name, tensor in before.items():
-            assert tensor.dtype == after[name].dtype == jnp.float32
-            np.testing.assert_array_equal(tensor, after[name])
-        tokens = some_tokens()
-        np.testing.assert_array_equal(run(model, tokens), run(loaded, tokens))
-
     def test_casts(self, tmp_path):
         model = make()
         save(model, tmp_path, dtype=jnp.bfloat16, extra_config={"bos_token_id": 0})
@@ -301,43 +256,6 @@ class TestCheckpoint:
         rounded = load(tmp_path, dtype=jnp.float32)
         expected = model.embedding.get_value().astype(jnp.bfloat16).astype(jnp.float32)
         np.testing.assert_array_equal(rounded.embedding.get_value(), expected)
-
-    def test_paths_that_are_no_checkpoint(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match="nowhere' must be 'embedded' or a folder"):
-            load(tmp_path / "nowhere")
-        with pytest.raises(FileNotFoundError, match=r"is no checkpoint: it must hold config.json"):
-            load(tmp_path)
-        (tmp_path / "config.json").write_text("{")
-        with pytest.raises(ValueError, match="not readable JSON"):
-            load(tmp_path)
-        (tmp_path / "config.json").write_text("[]")
-        with pytest.raises(ValueError, match="must hold a JSON object, not list"):
-            load(tmp_path)
-        (tmp_path / "config.json").write_text(json.dumps(TINY.to_hf()))
-        with pytest.raises(FileNotFoundError, match=r"must hold model.safetensors"):
-            load(tmp_path)
-        (tmp_path / "model.safetensors").write_bytes(b"no tensors")
-        with pytest.raises(ValueError, match="not a readable safetensors file"):
-            load(tmp_path)
-
-    def test_wrong_tensors(self, tmp_path):
-        save(make(), tmp_path)
-        path = tmp_path / "model.safetensors"
-        tensors = load_file(path)
-        name = "model.layers.1.self_attn.k_proj.weight"
-        with_extra = {**tensors, "model.layers.3.mlp.up_proj.weight": tensors[name]}
-        save_file(with_extra, path)
-        with pytest.raises(ValueError, match=r"unexpected tensors: model.layers.3.mlp.up_proj"):
-            load(tmp_path)
-        save_file({**tensors, name: tensors[name][:-1]}, path)
-        with pytest.raises(ValueError, match=r"shape \(15, 24\), must be \(16, 24\)"):
-            load(tmp_path)
-        save_file({n: t for n, t in tensors.items() if n != name}, path)
-        with pytest.raises(ValueError, match=f"lacks {name}"):
-            load(tmp_path)
-        path.write_bytes(path.read_bytes()[:-100])
-        with pytest.raises(ValueError, match="not a readable safetensors file"):
-            load(tmp_path)
 
 
 class TestEmbedded:

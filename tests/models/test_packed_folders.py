@@ -10,11 +10,12 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from tests.models import packed_helpers as packed
+from tests.models import tiny
 from tests.models.family_helpers import least
 from turbojax import models
 from turbojax.app.main import app
 from turbojax.models.checkpoint.huggingface import expected_shapes
-from turbojax.models.checkpoint.packed import formats
+from turbojax.models.checkpoint.packed import reading
 from turbojax.models.config import model_config
 
 FAMILIES = ("llama", "qwen2", "qwen3", "phi3")
@@ -120,9 +121,7 @@ def test_what_is_the_same_model(folders, tmp_path):
         (tmp_path / str(i)).mkdir()
         folder = changed(folders, tmp_path / str(i), **changes)
         found = models.load(folder, progress=lambda *x: told.append(x))
-        assert jax.tree.structure(found) == jax.tree.structure(expected)
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+        assert tiny.same(found, expected)
         assert told[-1][0] == told[-1][1]
 
 
@@ -212,7 +211,7 @@ def test_refused_compressed_tensors():
         (ValueError, "config_groups must hold a group", {"config_groups": {}}),
     ):
         with pytest.raises(error, match=message):
-            formats.parse({**good, **keys})
+            reading.parse({**good, **keys})
 
 
 def test_refused_awq():
@@ -224,9 +223,9 @@ def test_refused_awq():
     ):
         [(key, value)] = keys.items()
         with pytest.raises(NotImplementedError, match=f"{key}={value!r} is not supported"):
-            formats.parse(packed.awq_config(64, **{key: value}))
+            reading.parse(packed.awq_config(64, **{key: value}))
     with pytest.raises(ValueError, match="192 inputs must be a multiple of group_size=128"):
-        formats.parse(packed.awq_config(128)).parts(64, 192)
+        reading.parse(packed.awq_config(128)).parts(64, 192)
 
 
 @pytest.mark.quick(slow=1)
@@ -236,9 +235,7 @@ def test_saved_as_our_own(tmp_path, stored):
     loaded = models.load(folder)
     models.save_quantized(loaded, tmp_path / "own")
     again = models.load(tmp_path / "own", dtype=loaded.dtype)
-    assert jax.tree.structure(again) == jax.tree.structure(loaded)
-    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(loaded), strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    assert tiny.same(again, loaded)
 
 
 def test_saved_orders_are_checked(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from tests.models import packed_helpers as packed
 from tests.recordings import packed_recordings
 from turbojax import fireq
-from turbojax.models.checkpoint.packed import formats
+from turbojax.models.checkpoint.packed import reading
 from turbojax.models.checkpoint.packed.codes import weights
 
 RECORDED = packed_recordings.read()
@@ -15,7 +15,7 @@ RECORDED = packed_recordings.read()
 
 def loaded(config, parts, shape):
     """The `Int4Weight` of stored arrays, whose shapes and dtypes are checked as a folder's are."""
-    layout = formats.parse(config)
+    layout = reading.parse(config)
     wanted = layout.parts(*shape)
     assert {name for name, part in wanted.items() if part.required} <= set(parts) <= set(wanted)
     for name, array in parts.items():
@@ -61,7 +61,7 @@ LAYERS = {
 def test_values_are_those_of_the_formula(case):
     config, pack, shape, group_size, traits = LAYERS[case]
     layer = packed.random_layer(np.random.default_rng(3), shape, group_size, **traits)
-    layout = formats.parse(config)
+    layout = reading.parse(config)
     codes = layout.unpack(pack(layer), *shape)
     weight = weights({"": codes})[""]
     expected = layer.weight()
@@ -93,7 +93,7 @@ def test_sizes_that_are_not_whole_words():
         (packed.awq_config(-1, version="gemv"), (8, 100), "100 inputs must be a multiple of 8"),
     ):
         with pytest.raises(ValueError, match=message):
-            formats.parse(config).parts(*shape)
+            reading.parse(config).parts(*shape)
     # The other axis may be any.
     for config, pack, shape in (
         (packed.awq_config(-1), packed.awq_gemm, (16, 100)),
@@ -114,7 +114,7 @@ def test_act_order_needs_its_groups():
     assert values.tobytes() == layer.weight().tobytes()
     for key in ("desc_act", "static_groups"):
         with pytest.raises(NotImplementedError, match=f"{key}='maybe' is not supported"):
-            formats.parse(packed.gptq_config(32, **{key: "maybe"}))
+            reading.parse(packed.gptq_config(32, **{key: "maybe"}))
 
 
 def test_a_group_index_that_is_not_known():
@@ -126,7 +126,7 @@ def test_a_group_index_that_is_not_known():
 
 def test_layers_that_contradict_themselves():
     layer = packed.random_layer(np.random.default_rng(0), (32, 128), 128)
-    layout = formats.parse(packed.compressed_config(128))
+    layout = reading.parse(packed.compressed_config(128))
     parts = packed.compressed(layer)
     with pytest.raises(ValueError, match="weight_shape is .32, 127., must be .32, 128."):
         layout.unpack(parts | {"weight_shape": np.array([32, 127])}, 32, 128)

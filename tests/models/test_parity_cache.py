@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.models import hf_helpers as hf
 from tests.recordings import parity_recordings as recordings
 from tests.recordings import parity_texts as texts
 from turbojax import models
@@ -33,11 +32,6 @@ SOME = (
     "gpt-oss",
     "deepseek-v3",
 )
-
-
-@pytest.fixture(scope="module")
-def load(tmp_path_factory):
-    return lambda name: models.load_decoder(hf.write(name, tmp_path_factory.mktemp(name)))
 
 
 def through(kind, model) -> np.ndarray:
@@ -72,8 +66,8 @@ def continues(kind, model, name: str, side: str) -> None:
 # Logits and texts in one test: the programs that compute them are the same.
 @pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", SOME)
-def test_prompts_of_different_lengths_and_new_tokens(load, name):
-    model = load(name)
+def test_prompts_of_different_lengths_and_new_tokens(decoder, name):
+    model = decoder(name)
     assert error("exact", model, name) < TOLERANCE
     continues("exact", model, name, "left")
     continues("exact", model, name, "right")
@@ -81,17 +75,17 @@ def test_prompts_of_different_lengths_and_new_tokens(load, name):
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["gemma2", "gemma3-odd", "cohere2", "olmo2", "gpt-oss"])
-def test_pages(load, name):
+def test_pages(decoder, name):
     """Windows and caps in the kernels' definition for pages."""
-    model = load(name)
+    model = decoder(name)
     assert error("paged", model, name) < TOLERANCE
     continues("paged", model, name, "left")
 
 
 @pytest.mark.slow
-def test_the_exact_cache_is_needed_for_this(load):
+def test_the_exact_cache_is_needed_for_this(decoder):
     """Rounded to bfloat16, keys and values cost more than the tolerance."""
-    assert 10 * TOLERANCE < error("bfloat16", load("mistral"), "mistral") < 0.3
+    assert 10 * TOLERANCE < error("bfloat16", decoder("mistral"), "mistral") < 0.3
 
 
 @pytest.mark.quick(slow=1)
@@ -102,10 +96,10 @@ def test_the_exact_cache_is_needed_for_this(load):
         *("cohere2", "smollm3-window"),
     ],
 )
-def test_greedy_texts_of_an_engine(load, name):
+def test_greedy_texts_of_an_engine(decoder, name):
     """Prompts in pieces, between other requests' tokens."""
     engine = Engine(
-        load(name),
+        decoder(name),
         num_pages=32,
         page_size=16,
         max_sequences=2,

@@ -1,7 +1,6 @@
 """Logits of every family, next to those recorded from transformers for the same checkpoint."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -20,10 +19,9 @@ TOLERANCE = texts.TOLERANCE
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory):
-    """A variant's model; the folder is written once."""
-    folders = functools.cache(lambda name: hf.write(name, tmp_path_factory.mktemp(name)))
-    return lambda name, **options: models.load(folders(name), **options)
+def load(folder):
+    """A variant's model."""
+    return lambda name, **options: models.load(folder(name), **options)
 
 
 @jax.jit(static_argnums=0)

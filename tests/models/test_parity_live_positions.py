@@ -5,8 +5,6 @@ rounding unit of 0.008 radians, and a frequency that is one unit off moves it by
 programs agree there if they round the same way, and not otherwise.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,11 +118,6 @@ def test_angles_far_into_a_text(name, first):
     np.testing.assert_allclose(out[..., same], turned[..., same], rtol=0, atol=3e-6)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return functools.cache(lambda name: hf.write(name, tmp_path_factory.mktemp(name)))
-
-
 def logits(folder, ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
     graph, state = nnx.split(models.load(folder, max_length=2**17))
 
@@ -142,7 +135,7 @@ def logits(folder, ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
         *((name, FAR, 50) for name in FAMILIES),
     ],
 )
-def test_logits_far_into_a_text(folders, name, first, length):
+def test_logits_far_into_a_text(folder, name, first, length):
     """A text of 700 tokens, and one that stands as far in as the longest contexts go."""
     import torch
 
@@ -156,5 +149,5 @@ def test_logits_far_into_a_text(folders, name, first, length):
             )
             .logits.numpy()
         )
-    ours = logits(folders(name), ids, positions)
+    ours = logits(folder(name), ids, positions)
     np.testing.assert_allclose(ours, expected, rtol=0, atol=TOLERANCE)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.models import hf_helpers as hf
-from tests.models.family_helpers import ARCHITECTURES
+from tests.models.published import ARCHITECTURES
 from tests.models.tokenizer_helpers import KINDS
 from tests.recordings import parity_recordings as recordings
 from tests.recordings import parity_texts as texts

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from tests.models import hf_helpers as hf
+from tests.models import tiny
 from turbojax import models, smoothing
 from turbojax.flax.norms import rms_norm
 from turbojax.matmul.int4.weight import dequantize
-from turbojax.models import causal_attention
-from turbojax.models.calibration import calibrate
 from turbojax.models.decoder import for_length
+from turbojax.models.layer_by_layer import calibrate
 from turbojax.models.quantize import layer_weights
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedMlp
 from turbojax.quantizers import quantize_tokens
@@ -34,17 +34,6 @@ LENGTH = 40
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    """A variant's folder."""
-    return functools.cache(lambda name: hf.write(name, tmp_path_factory.mktemp(name)))
-
-
-@pytest.fixture(scope="session")
-def decoder(checkpoint):
-    return functools.cache(lambda name: models.load_decoder(checkpoint(name)))
-
-
-@pytest.fixture(scope="session")
 def quantized(decoder):
     return functools.cache(
         lambda name: models.quantize_model(decoder(name), calibration(), smoothing=SMOOTHING)
@@ -55,19 +44,8 @@ def calibration() -> np.ndarray:
     return hf.tokens(2, 24, seed=5)
 
 
-def logits(decoder, tokens: jax.Array | None = None) -> np.ndarray:
-    if tokens is None:
-        tokens = jnp.asarray(hf.tokens(2, LENGTH, seed=3), jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    nothing = (None,) * decoder.config.num_layers
-    hidden, _ = jax.jit(decoder.hidden, static_argnums=2)(
-        tokens, positions, causal_attention, nothing
-    )
-    return np.asarray(decoder.logits(hidden), np.float64)
-
-
-def relative(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+def logits(decoder, text=None) -> np.ndarray:
+    return tiny.logits(decoder, hf.tokens(2, LENGTH, seed=3) if text is None else text)
 
 
 @jax.tree_util.register_dataclass
@@ -150,7 +128,7 @@ def test_smoothing_and_the_layers_are_exact(decoder, name):
     nothing = smoothing.Smoothing(cas=False, pts=False, rpn=False, crs=False)
     plain, smooth = (smoothed(decoder(name), options) for options in (nothing, SMOOTHING))
     for x in (plain, smooth):
-        assert relative(logits(x), exact) < 1e-4
+        assert tiny.relative(logits(x), exact) < 1e-4
     first, second = plain.layers[-1], smooth.layers[-1]
     scale = np.asarray(second.key_channel_scale)
     # Both of a pair, and six channels of each head.
@@ -173,7 +151,7 @@ def test_a_quantized_decoder_computes_what_its_weights_say(quantized, name):
     # Now and then a sum in another order rounds an activation to its neighbour. A token before
     # which none did is exact to float32.
     assert np.quantile(error, 0.1) < 1e-4
-    assert relative(got, want) < 0.5 * relative(unrounded, want)
+    assert tiny.relative(got, want) < 0.5 * tiny.relative(unrounded, want)
 
 
 def noisy(decoder: models.Decoder) -> models.Decoder:
@@ -195,8 +173,8 @@ def noisy(decoder: models.Decoder) -> models.Decoder:
 def test_a_quantized_decoder_is_near_the_float_one(decoder, quantized, name):
     """As near as one with as much noise in its weights: these models are made for large effects."""
     exact = logits(decoder(name))
-    plain = relative(logits(noisy(decoder(name))), exact)
-    assert 0.02 < relative(logits(quantized(name)), exact) < 1.5 * plain
+    plain = tiny.relative(logits(noisy(decoder(name))), exact)
+    assert 0.02 < tiny.relative(logits(quantized(name)), exact) < 1.5 * plain
     tokens = hf.tokens(2, LENGTH + 1, seed=3)
     before, after, shaken = (
         models.token_bits(x, tokens, batch_size=2).mean()
@@ -211,9 +189,7 @@ def test_a_checkpoint_is_read_back_bit_for_bit(quantized, name, tmp_path):
     decoder = quantized(name)
     models.save_quantized(decoder, tmp_path)
     loaded = models.load(tmp_path)
-    assert jax.tree.structure(loaded) == jax.tree.structure(decoder)
-    for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(decoder), strict=True):
-        assert (a.dtype, np.asarray(a).tobytes()) == (b.dtype, np.asarray(b).tobytes())
+    assert tiny.same(loaded, decoder)
 
 
 @pytest.mark.fuzz

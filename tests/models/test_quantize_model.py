@@ -1,21 +1,24 @@
 """Quantized decoders: what `quantize_model` computes, how it runs, and its checkpoints."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
+from tests.models import tiny
 from turbojax import models, smoothing
 from turbojax.caches.token_scaled import cache as kv4
 from turbojax.caches.token_scaled.kind import through_kv4
 from turbojax.matmul.int4.weight import Int4Weight, dequantize, quantize_weight
 from turbojax.models import causal_attention
-from turbojax.models.calibration import calibrate
 from turbojax.models.generation import session as generation
-from turbojax.models.quantize import layer_params, layer_weights, quantize_from
+from turbojax.models.layer_by_layer import calibrate
+from turbojax.models.quantize import layer_params, layer_weights, quantize_from, quantize_layer
 from turbojax.models.quantized import take_rows
 
 NO_SMOOTHING = smoothing.Smoothing(cas=False, pts=False, rpn=False, crs=False)
@@ -24,27 +27,14 @@ NO_SMOOTHING = smoothing.Smoothing(cas=False, pts=False, rpn=False, crs=False)
 @pytest.fixture(scope="module")
 def model() -> models.Transformer:
     # Grouped queries, and sizes that are no multiples of what codes are padded to.
-    config = models.TransformerConfig(
-        vocab_size=64,
-        hidden_size=48,
-        intermediate_size=84,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=24,
-        max_length=256,
+    return tiny.transformer(
+        hidden_size=48, intermediate_size=84, num_layers=2, num_heads=6, head_dim=24, max_length=256
     )
-    return models.Transformer(config, rngs=nnx.Rngs(1))
-
-
-def _tokens(batch: int, length: int, seed: int = 0) -> jax.Array:
-    # From numpy: jax would compile a generator for every shape.
-    return jnp.asarray(np.random.default_rng(seed).integers(0, 64, (batch, length)), jnp.int32)
 
 
 @pytest.fixture(scope="module")
 def calibration() -> np.ndarray:
-    return np.asarray(_tokens(3, 40, seed=9))
+    return np.asarray(tiny.tokens(3, 40, seed=9))
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +46,6 @@ def _first_layer(decoder):
     """The decoder of that layer alone: quicker to compile."""
     config = dataclasses.replace(decoder.config, num_layers=1)
     return dataclasses.replace(decoder, layers=decoder.layers[:1], config=config)
-
-
-def _logits(decoder, tokens: jax.Array, attend=causal_attention) -> np.ndarray:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    nothing = (None,) * decoder.config.num_layers
-    hidden, _ = jax.jit(decoder.hidden, static_argnums=2)(tokens, positions, attend, nothing)
-    return np.asarray(decoder.logits(hidden), np.float64)
 
 
 # An oracle in float64 numpy: the decoder's mathematics from its dequantized weights.
@@ -144,9 +127,9 @@ def test_a_quantized_decoder_computes_what_its_weights_say(quantized):
 
 
 def _assert_computes_what_its_weights_say(decoder):
-    tokens = _tokens(2, 20)
+    tokens = tiny.tokens(2, 20)
     expected = _oracle(decoder, tokens)
-    error = np.linalg.norm(_logits(decoder, tokens) - expected, axis=-1)
+    error = np.linalg.norm(tiny.logits(decoder, tokens) - expected, axis=-1)
     without = np.linalg.norm(_oracle(decoder, tokens, lambda x: x) - expected, axis=-1)
     # Now and then float32 rounds an activation to the neighbour of what float64 does, and later
     # tokens attend to that one; a token without is exact to float32. The oracle that does not round
@@ -160,8 +143,8 @@ def test_smoothing_leaves_the_model_the_same_in_exact_arithmetic(model, calibrat
     """Smoothed, but not rounded: what `quantize_model` rounds is the model that it was given."""
     decoder = models.unstack(model)
     statistics = calibrate(decoder, calibration)
-    tokens = _tokens(1, 30)
-    exact = _logits(decoder, tokens)
+    tokens = tiny.tokens(1, 30)
+    exact = tiny.logits(decoder, tokens)
     for inputs in ("constant", "all"):
         options = smoothing.Smoothing(pts=False, crs=False, cas_inputs=inputs)
         layers = tuple(
@@ -171,7 +154,7 @@ def test_smoothing_leaves_the_model_the_same_in_exact_arithmetic(model, calibrat
         smoothed = dataclasses.replace(decoder, layers=layers)
         changed = jax.tree.leaves(jax.tree.map(lambda a, b: jnp.any(a != b), decoder, smoothed))
         assert sum(map(bool, changed)) > 2
-        np.testing.assert_allclose(_logits(smoothed, tokens), exact, atol=1e-4)
+        np.testing.assert_allclose(tiny.logits(smoothed, tokens), exact, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -179,9 +162,9 @@ def test_smoothing_gives_a_model_close_to_the_exact_one(model, calibration):
     every = smoothing.Smoothing(**dict.fromkeys(("cas", "pts", "rpn", "crs"), True))
     decoder = models.quantize_model(model, calibration, smoothing=every, scale_dtype="bf16")
     assert decoder.layers[0].key_channel_scale is not None
-    tokens = _tokens(2, 30)
+    tokens = tiny.tokens(2, 30)
     exact = np.asarray(model(tokens), np.float64)
-    error = np.linalg.norm(_logits(decoder, tokens) - exact) / np.linalg.norm(exact)
+    error = np.linalg.norm(tiny.logits(decoder, tokens) - exact) / np.linalg.norm(exact)
     # A normal weight is off by 12 % of its size. Four matrices of each layer and the activations
     # follow one another, but they feed a residual stream that they only add to.
     assert 0.02 < error < 0.35
@@ -241,7 +224,7 @@ def test_taking_rows_of_a_quantized_table():
 
 @pytest.mark.fuzz
 def test_ragged_prompts_generate_what_each_generates_alone(quantized):
-    decoder, tokens = _first_layer(quantized), _tokens(2, 40)
+    decoder, tokens = _first_layer(quantized), tiny.tokens(2, 40)
     options = {"max_new_tokens": 8, "cache": "kv4"}
     together = models.generate(decoder, tokens, lengths=jnp.array([40, 7]), **options)
     alone = models.generate(decoder, tokens[1:, :7], **options)
@@ -250,7 +233,7 @@ def test_ragged_prompts_generate_what_each_generates_alone(quantized):
 
 @pytest.mark.slow
 def test_one_pass_equals_decoding_token_by_token_through_the_cache(quantized):
-    decoder, tokens = _first_layer(quantized), _tokens(2, 24)
+    decoder, tokens = _first_layer(quantized), tiny.tokens(2, 24)
     caches = models.init_caches(decoder, 2, 24, "kv4")
     expected = models.token_bits(decoder, np.asarray(tokens), cache="kv4", batch_size=2)
     bits = []
@@ -270,17 +253,17 @@ def test_one_pass_equals_decoding_token_by_token_through_the_cache(quantized):
 
 @pytest.mark.fuzz
 def test_prompts_of_kv4_are_attended_in_e4m3_and_cached_in_4_bits(quantized):
-    tokens = _tokens(2, 40)
+    tokens = tiny.tokens(2, 40)
     session = models.start(quantized, tokens, max_length=50, cache="kv4")
     layer = session.caches.layers[0]
     assert isinstance(layer, kv4.Kv4Cache)
     np.testing.assert_array_equal(layer.lengths, [40, 40])
     session.caches.layers[1].validate()
-    expected = _logits(quantized, tokens)[:, -1]
+    expected = tiny.logits(quantized, tokens)[:, -1]
     # Keys and values have three bits after the first one; through the cache's codes, whose steps
     # are a seventh of the largest value, the prompts would be further off. Both have e4m3 queries.
     error = np.linalg.norm(session.logits - expected)
-    through_codes = _logits(quantized, tokens, through_kv4)[:, -1]
+    through_codes = tiny.logits(quantized, tokens, through_kv4)[:, -1]
     assert 0 < error < 0.8 * np.linalg.norm(through_codes - expected)
     parts = models.start(quantized, tokens, max_length=50, cache="kv4", prefill_batch_size=1)
     for a, b in zip(jax.tree.leaves(session.caches), jax.tree.leaves(parts.caches), strict=True):
@@ -289,7 +272,7 @@ def test_prompts_of_kv4_are_attended_in_e4m3_and_cached_in_4_bits(quantized):
 
 @pytest.mark.slow
 def test_kv4_of_pooled_prompts(model):
-    tokens = _tokens(1, 32)
+    tokens = tiny.tokens(1, 32)
     decoder = _first_layer(models.unstack(model))
     pooled = models.pooled_by_name("window", window=16, block_size=16)
     pooled_session, session = (
@@ -304,28 +287,8 @@ def test_kv4_of_pooled_prompts(model):
 
 @pytest.mark.slow
 def test_a_step_updates_kv4_caches_in_place(quantized):
-    def compiled(length):
-        caches = jax.eval_shape(lambda: models.init_caches(quantized, 2, length, "kv4"))
-        tokens = jax.ShapeDtypeStruct((2,), jnp.int32)
-        lowered = generation.decode_step.lower(
-            quantized, caches, tokens, tokens, implementation=None
-        )
-        return caches.nbytes, lowered.compile().memory_analysis()
-
-    nbytes, analysis = compiled(2048)
+    nbytes, analysis = tiny.compiled_step(quantized, 2, 2048, "kv4")
     assert analysis.alias_size_in_bytes == nbytes
-
-
-def _same_bits(a, b) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-
-
-@pytest.mark.slow
-def test_a_checkpoint_is_read_back_bit_for_bit(quantized, tmp_path):
-    _assert_is_read_back(quantized, tmp_path)
 
 
 @pytest.mark.quick(slow=1)
@@ -353,7 +316,7 @@ def test_checkpoints_with_quantized_tables(tmp_path, dtype, scale_dtype, tied, o
 def _assert_is_read_back(decoder, folder):
     models.save_quantized(decoder, folder, extra_config={"bos_token_id": 3})
     loaded = models.load(folder)
-    _same_bits(decoder, loaded)
+    assert tiny.same(decoder, loaded)
     assert models.read_config(folder)["bos_token_id"] == 3
     assert models.load(folder, dtype=jnp.float16).dtype == jnp.float16
 
@@ -362,7 +325,7 @@ def _assert_is_read_back(decoder, folder):
 def test_a_loaded_checkpoint_generates_the_same(quantized, tmp_path):
     decoder = _first_layer(quantized)
     models.save_quantized(decoder, tmp_path)
-    loaded, tokens = models.load(tmp_path), _tokens(1, 12)
+    loaded, tokens = models.load(tmp_path), tiny.tokens(1, 12)
     options = {"max_new_tokens": 6, "cache": "exact"}
     np.testing.assert_array_equal(
         *(models.generate(m, tokens, **options) for m in (decoder, loaded))
@@ -419,3 +382,129 @@ def test_memory_of_a_large_shape():
     weights = config.num_parameters - 2 * config.vocab_size * config.hidden_size
     tables = 2 * 2 * config.vocab_size * config.hidden_size
     assert decoder.nbytes == pytest.approx(tables + weights * 4.07 / 8, rel=0.001)
+
+
+@pytest.mark.slow
+def test_bad_calls_say_what_is_wrong(model, quantized, calibration, tmp_path):
+    with pytest.raises(ValueError, match="tokens=None: RPN and CRS need text"):
+        models.quantize_model(model)
+    with pytest.raises(ValueError, match=r"tokens in 0..64 must be within 0..63"):
+        models.quantize_model(model, np.array([[0, 64]]))
+    with pytest.raises(TypeError, match="tokens.dtype=float32 must be an integer"):
+        models.quantize_model(model, np.ones((1, 4), np.float32))
+    with pytest.raises(ValueError, match=r"tokens.shape=\(4,\) must be \[n, T\]"):
+        models.quantize_model(model, np.ones(4, np.int32))
+    with pytest.raises(ValueError, match=r"tokens.shape=\(1, 1\) must be \[n, T \+ 1\]"):
+        models.token_bits(quantized, np.ones((1, 1), np.int32))
+    with pytest.raises(ValueError, match="cache='4bit' must be one of exact, kv4"):
+        models.token_bits(quantized, np.ones((1, 4), np.int32), cache="4bit")
+    with pytest.raises(ValueError, match=r"tokens in 0..64 must be within 0..63"):
+        models.token_bits(quantized, np.array([[0, 64]]))
+    with pytest.raises(TypeError, match="tokens.dtype=float32 must be an integer"):
+        models.token_bits(quantized, np.ones((1, 4), np.float32))
+    for call in (
+        lambda: models.quantize_model(model, calibration, batch_size=0),
+        lambda: models.token_bits(quantized, calibration, batch_size=0),
+    ):
+        with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
+            call()
+    weights = layer_weights(models.unstack(model).layers[0], model.config)
+    biased = dataclasses.replace(weights.q, bias=jnp.ones(len(weights.q.weight)))
+    with pytest.raises(ValueError, match="all of q, k, v must have a bias, or none of them"):
+        quantize_layer(dataclasses.replace(weights, q=biased))
+
+
+@pytest.mark.slow
+def test_models_of_another_kind_are_refused(model, quantized, calibration, tmp_path):
+    for call, message in [
+        (
+            lambda: models.quantize_model(quantized, calibration),
+            "QuantizedDecoder, must be a Transformer",
+        ),
+        (
+            lambda: models.save(quantized, tmp_path),
+            "QuantizedDecoder, must be a Transformer; save_quant",
+        ),
+        (lambda: models.save_quantized(model, tmp_path), "Transformer, must be a QuantizedDecoder"),
+        (lambda: models.token_bits(model, calibration), "Transformer, must be a Decoder"),
+    ]:
+        with pytest.raises(TypeError, match=f"model is a {message}"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_only_uniform_layers_are_saved(quantized, tmp_path):
+    first, second = quantized.layers
+    bare = dataclasses.replace(second, key_channel_scale=None)
+    swapped = dataclasses.replace(second, o=second.mlp.down)
+    for layers, message in [
+        ((first, bare), r"layers\[1\] must have"),
+        ((first, swapped), r"layers\[1\] must have"),
+        ((first,), "1 layers must be config.num_layers=2"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            models.save_quantized(dataclasses.replace(quantized, layers=layers), tmp_path)
+    with pytest.raises(ValueError, match="dtype=int8 must be one of float32"):
+        models.save_quantized(quantized, tmp_path, dtype=jnp.int8)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_small_heads_are_refused_before_calibration(model, calibration):
+    config = dataclasses.replace(model.config, head_dim=12, num_layers=1)
+    small, told = models.random_decoder(config, dtype=jnp.float32), []
+    with pytest.raises(ValueError, match=r"num_pairs=8 must be at most the 6 pairs .*--no-crs"):
+        models.quantize_model(small, calibration, progress=lambda *event: told.append(event))
+    assert told == []
+    with pytest.raises(
+        ValueError, match="cache='kv4' cannot hold .*: head_dim=12 must be a multiple of 8"
+    ):
+        models.token_bits(small, calibration, cache="kv4")
+    decoder = models.quantize_model(small, calibration, smoothing=smoothing.Smoothing(num_pairs=6))
+    assert models.token_bits(decoder, calibration).shape == (3, 39)
+
+
+def test_bad_checkpoints_say_what_is_wrong(quantized, tmp_path):
+    models.save_quantized(quantized, tmp_path)
+    config = models.read_config(tmp_path)
+    block = config["quantization_config"]
+
+    def rewrite(**changes):
+        content = config | {"quantization_config": block | changes}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+
+    with pytest.raises(ValueError, match="is a quantized model: the weights must be floating"):
+        models.load_transformer(tmp_path)
+    for changes, error, message in [
+        ({"quant_method": "other"}, NotImplementedError, "quant_method='other' is not supported"),
+        ({"version": 3}, NotImplementedError, "version=3 must be 2 or 1"),
+        ({"scale_dtype": "int8"}, ValueError, "scale_dtype='int8' must be"),
+        ({"group_size": 16}, ValueError, "group_size=16 must be 128 or 64 or 32"),
+        ({"zeros": 1}, ValueError, "zeros=1 must be True or False"),
+        ({"activations": "int8"}, ValueError, "activations='int8' must be e4m3 or bf16"),
+        ({"input_order": ["norm"]}, ValueError, "input_order=.* must be a list of qkv, o,"),
+        ({"embedding": "int8"}, ValueError, "embedding='int8' must be"),
+        ({"lm_head": "int8"}, ValueError, "lm_head='int8' must be"),
+        ({"key_channel_scale": False}, ValueError, "unexpected tensors: layers.0.key_channel_scal"),
+        ({"scale_dtype": "bf16"}, ValueError, "scales has dtype uint8, must be bfloat16"),
+    ]:
+        rewrite(**changes)
+        with pytest.raises(error, match=message):
+            models.load(tmp_path)
+    for changes, message in [
+        ({"quantization_config": "turbojax-fireq"}, "quantization_config='turbojax-fireq' must be"),
+        ({"torch_dtype": "auto"}, "torch_dtype='auto' must be one of float32, bfloat16, float16"),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(ValueError, match=message):
+            models.load(tmp_path)
+    rewrite()
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"norm": tensors["norm"][:-1]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"norm has shape \(47,\), must be \(48,\)"):
+        models.load(tmp_path)
+    del tensors["layers.1.o.codes"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="lacks layers.1.o.codes"):
+        models.load(tmp_path)

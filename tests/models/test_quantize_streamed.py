@@ -9,21 +9,13 @@ import pytest
 from flax import nnx
 
 from tests.models import hf_helpers as hf
+from tests.models import tiny
 from turbojax import models, smoothing
 from turbojax.models import quantize
-from turbojax.models.checkpoint.stored import StoredDecoder
+from turbojax.models.checkpoint.weights import StoredDecoder
 
-CONFIG = models.TransformerConfig(
-    vocab_size=64,
-    hidden_size=128,
-    intermediate_size=384,
-    num_layers=6,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    max_length=64,
-    family="qwen3",
-    qk_norm=True,
+CONFIG = tiny.config(
+    hidden_size=128, intermediate_size=384, num_layers=6, head_dim=32, family="qwen3", qk_norm=True
 )
 
 
@@ -39,14 +31,6 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(64, size=(2, 16))
 
 
-def same(one, other) -> bool:
-    leaves = [jax.tree.leaves(x) for x in (one, other)]
-    return jax.tree.structure(one) == jax.tree.structure(other) and all(
-        a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
-        for a, b in zip(*leaves, strict=True)
-    )
-
-
 @pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", ["gemma3", "llama-biased", "phi3-longrope", "qwen2"])
 def test_an_opened_decoder_holds_what_a_loaded_one_does(name, tmp_path):
@@ -57,11 +41,11 @@ def test_an_opened_decoder_holds_what_a_loaded_one_does(name, tmp_path):
         loaded.dtype,
         len(loaded.layers),
     )
-    assert same(opened.layers[-1], loaded.layers[-1])
-    assert same(tuple(opened.layers), loaded.layers)
-    assert same(tuple(opened.layers[1:]), loaded.layers[1:])
+    assert tiny.same(opened.layers[-1], loaded.layers[-1])
+    assert tiny.same(tuple(opened.layers), loaded.layers)
+    assert tiny.same(tuple(opened.layers[1:]), loaded.layers[1:])
     tables = [(x.embedding, x.norm, x.lm_head) for x in (opened, loaded)]
-    assert same(*tables)
+    assert tiny.same(*tables)
     with pytest.raises(IndexError):
         opened.layers[len(loaded.layers)]
     half = models.open_decoder(tmp_path, dtype=jnp.bfloat16, max_length=32)
@@ -97,7 +81,7 @@ def test_a_streamed_model_is_the_same_and_takes_little_memory(folder, tokens, mo
     got = models.quantize_model(
         opened, tokens, progress=lambda *x: (look(), told.append(x)), **options
     )
-    assert same(got, wanted)
+    assert tiny.same(got, wanted)
     assert told == [("calibration", 32), ("layers", 1)] * 6
     # The layer before and after a matrix of it changes, in float32.
     floats = 6 * layer

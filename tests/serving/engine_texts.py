@@ -3,8 +3,7 @@
 import numpy as np
 
 from turbojax.models.engine import Request
-from turbojax.models.generation.penalties import NO_PENALTIES
-from turbojax.models.generation.sampling import NOTHING
+from turbojax.models.generation.sampling import NO_PENALTIES, NOTHING
 
 VOCABULARY = 5
 

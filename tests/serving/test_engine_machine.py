@@ -11,7 +11,7 @@ import pytest
 from tests.serving.engine_texts import VOCABULARY, NoRepeats
 from tests.serving.engine_watching import MODES, Watched
 from turbojax.models import Request, Sampling
-from turbojax.models.generation.penalties import Penalties
+from turbojax.models.generation.sampling import Penalties
 
 WINDOWS = (None,), (20,), (None, 20), (33, None, 7, 33), (64, 16), (2,)
 REUSE = (False, False), (True, False), (True, True)

@@ -15,7 +15,7 @@ from turbojax.app.serve.requests import digest, read_requests
 from turbojax.app.serve.settings import Settings
 from turbojax.models import Engine, Request, Sampling
 from turbojax.models.engine.requests import best_of
-from turbojax.models.generation.penalties import Penalties
+from turbojax.models.generation.sampling import Penalties
 from turbojax.models.text.tokenizer import NumberTokenizer
 
 # With it, texts are the same whatever else runs.

@@ -5,7 +5,7 @@ import pytest
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.server_helpers import NAME, chat, complete, running
 from turbojax.models import Sampling
-from turbojax.models.generation.penalties import Penalties
+from turbojax.models.generation.sampling import Penalties
 from turbojax.models.text.tokenizer import ByteTokenizer
 
 

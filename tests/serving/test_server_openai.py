@@ -15,7 +15,7 @@ from tests.serving.server_helpers import (
     until,
 )
 from turbojax.models.engine import Request, Result, Sampling, best_of
-from turbojax.models.generation.penalties import Penalties
+from turbojax.models.generation.sampling import Penalties
 
 PROMPTS = [
     "def main(names):\n    for name in ",

@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 import turbojax as tj
 from tests.contracts.storage_helpers import filled, rewrite
 from tests.models import tokenizer_helpers
-from tests.models.family_helpers import ARCHITECTURES, least
+from tests.models.family_helpers import least
+from tests.models.published import ARCHITECTURES
 from turbojax import models
 from turbojax._json import parse, shown
 from turbojax.finetune.comparison import read_log

@@ -14,9 +14,13 @@ from turbojax.caches.exact import REPEATABLE
 from turbojax.evaluation.methods import Method
 from turbojax.models import Decoder, ModelCaches, QuantizedDecoder, Session, Transformer
 from turbojax.models.decoder import for_length, unstack, warn_of_long_factors
-from turbojax.models.generation.buckets import cache_bucket, prompt_bucket
 from turbojax.models.generation.caching import init_caches
-from turbojax.models.generation.padding import check_prompts, pad_prompts
+from turbojax.models.generation.padding import (
+    cache_bucket,
+    check_prompts,
+    pad_prompts,
+    prompt_bucket,
+)
 from turbojax.models.generation.steps import decode_step, run_prompts
 from turbojax.models.tensor_parallel.programs import accepted_options
 

@@ -19,10 +19,11 @@ from turbojax.finetune.trainer import check_remat, dense_attention
 from turbojax.matmul.int4.static import Gradient
 from turbojax.models import Attend, PooledAttention
 from turbojax.models.decoder import Decoder, apply_layers, for_length
-from turbojax.models.float_adapters import added, added_on_device
 from turbojax.models.lora import (
     Adapter,
     Adapters,
+    added,
+    added_on_device,
     check_adapters,
     joined_layer,
     scaled_pairs,

@@ -27,7 +27,7 @@ from turbojax.models.checkpoint.huggingface import weight_files as weight_files
 from turbojax.models.checkpoint.quantized import save_quantized as save_quantized
 from turbojax.models.checkpoint.safetensors import BytesRead as BytesRead
 from turbojax.models.checkpoint.safetensors import count_bytes_read as count_bytes_read
-from turbojax.models.checkpoint.stored import StoredDecoder as StoredDecoder
+from turbojax.models.checkpoint.weights import StoredDecoder as StoredDecoder
 from turbojax.models.config import TransformerConfig as TransformerConfig
 from turbojax.models.decoder import Decoder as Decoder
 from turbojax.models.decoder import unstack as unstack
@@ -53,9 +53,9 @@ from turbojax.models.generation.constraints import AllowedTokens as AllowedToken
 from turbojax.models.generation.constraints import Constraint as Constraint
 from turbojax.models.generation.constraints import ConstraintState as ConstraintState
 from turbojax.models.generation.padding import align as align
-from turbojax.models.generation.penalties import NO_PENALTIES as NO_PENALTIES
-from turbojax.models.generation.penalties import Penalties as Penalties
 from turbojax.models.generation.sampling import GREEDY as GREEDY
+from turbojax.models.generation.sampling import NO_PENALTIES as NO_PENALTIES
+from turbojax.models.generation.sampling import Penalties as Penalties
 from turbojax.models.generation.sampling import Sampling as Sampling
 from turbojax.models.generation.saving import load_cache as load_cache
 from turbojax.models.generation.saving import load_session as load_session

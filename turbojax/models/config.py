@@ -424,11 +424,7 @@ def model_config(
 def config_json(
     config: TransformerConfig, dtype: np.dtype, extra: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The content of a checkpoint's `config.json`, with the keys `extra` added.
-
-    Raises NotImplementedError if one of these is not supported, TypeError if it is no JSON,
-    ValueError if it repeats a key of the model's own or makes another model.
-    """
+    """The content of a checkpoint's `config.json`, with the keys `extra` added."""
     hf, extra = config.to_hf(), extra or {}
     for key, value in extra.items():
         if key == "quantization_config" or (key in hf and key not in _TOKENS):

@@ -23,8 +23,12 @@ from turbojax.caches.layered import attend_of
 from turbojax.flax.norms import rms_norm
 from turbojax.flax.projections import AdaptedLinear
 from turbojax.models.config import TransformerConfig
-from turbojax.models.tensor_parallel.layout import hidden_axes, local_config
-from turbojax.models.tensor_parallel.vocabulary import gather_logits, mask_padding
+from turbojax.models.tensor_parallel.layout import (
+    gather_logits,
+    hidden_axes,
+    local_config,
+    mask_padding,
+)
 from turbojax.models.transformer import Block, Transformer, embed, project
 from turbojax.models.vision.soft_tokens import SoftTokens, embedded
 from turbojax.rotary import LongRopeScaling, Rope

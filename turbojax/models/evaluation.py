@@ -11,15 +11,15 @@ from jax.sharding import PartitionSpec
 from turbojax import _checks
 from turbojax.caches import cache_by_name, init_layer_cache
 from turbojax.caches.kinds import KINDS
-from turbojax.models.checkpoint.stored import StoredDecoder
+from turbojax.models.checkpoint.weights import StoredDecoder
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder, final_norm, for_length
 from turbojax.models.generation.padding import check_tokens
 from turbojax.models.generation.session import Progress
 from turbojax.models.layer_by_layer import LayerByLayer
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.tensor_parallel.caches import check_batch
 from turbojax.models.tensor_parallel.programs import on_mesh
+from turbojax.models.tensor_parallel.specs import check_batch
 from turbojax.models.transformer import project
 
 _ATTEND = {name: kind.in_one_pass for kind in KINDS for name in kind.names if kind.in_one_pass}

@@ -4,6 +4,9 @@ A linear layer with an adapter computes ``x W^T + bias + alpha / rank * (x A^T) 
 frozen, `A` and `B` are float32 and are trained. Adapters are a pytree of their own, so that
 `jax.grad` and an optimizer take them directly; `with_adapters` puts them into a decoder, which then
 runs like any other.
+
+In the layers of a `Decoder` they are pairs by the names of linear layers, float32 ``[in, R]`` and
+``[R, out]``, scaled: what `turbojax.flax.projections.AdaptedLinear` holds.
 """
 
 import dataclasses
@@ -15,7 +18,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from turbojax import _checks
 from turbojax._pytrees import pytree
@@ -23,15 +27,18 @@ from turbojax.flax.norms import rms_norm
 from turbojax.matmul.int4.reference import activate
 from turbojax.matmul.int4.static import GRADIENTS, Activation, Gradient
 from turbojax.matmul.int4.weight import pad_rows
-from turbojax.models import float_adapters
 from turbojax.models.config import TransformerConfig
-from turbojax.models.decoder import Decoder
+from turbojax.models.decoder import Decoder, LayerParams, adapted_linears
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.quantized_experts import QuantizedExperts
-from turbojax.models.quantized_layer import LINEARS, QuantizedLayer, QuantizedLinear, QuantizedMlp
-from turbojax.models.tensor_parallel.assembling import assemble
-from turbojax.models.tensor_parallel.layout import hidden_axes
-from turbojax.models.tensor_parallel.shares import channels, picked, qkv_outputs
+from turbojax.models.quantized_layer import (
+    LINEARS,
+    QuantizedExperts,
+    QuantizedLayer,
+    QuantizedLinear,
+    QuantizedMlp,
+)
+from turbojax.models.tensor_parallel.layout import channels, hidden_axes, picked, qkv_outputs, share
+from turbojax.models.tensor_parallel.specs import assemble, axes_named, spec_of
 from turbojax.models.transformer import Transformer
 from turbojax.sharding import Axes
 
@@ -233,7 +240,7 @@ def with_adapters(
     config, axes = decoder.config, decoder.axes
     if isinstance(decoder, Decoder):
         scaled = [scaled_pairs(own, adapters.scale) for own in adapters.layers]
-        add = functools.partial(float_adapters.added, config=config, axes=axes)
+        add = functools.partial(added, config=config, axes=axes)
         floats = tuple(map(add, decoder.layers, scaled))
         return dataclasses.replace(decoder, layers=floats)
     assert gradient is not None
@@ -247,10 +254,7 @@ def with_adapters(
 def usual_gradient(
     decoder: Decoder | QuantizedDecoder, gradient: Gradient | None
 ) -> Gradient | None:
-    """The gradient of products with INT4 weights, ``"e4m3"`` by default; None of float weights.
-
-    Raises ValueError if it is unknown, or given of float weights.
-    """
+    """The gradient of products with INT4 weights, ``"e4m3"`` by default; None of float weights."""
     if isinstance(decoder, Decoder):
         if gradient is not None:
             raise ValueError(f"{gradient=} is for INT4 weights: must be None of others")
@@ -330,10 +334,10 @@ def merge_adapters(model: Mergeable, adapters: Adapters) -> Mergeable:
     check_adapters(adapters, model.config)
     scaled = [scaled_pairs(own, adapters.scale) for own in adapters.layers]
     if isinstance(model, Transformer):
-        return float_adapters.merged_transformer(model, scaled)
+        return merged_transformer(model, scaled)
     if model.axes is not None:
         raise ValueError(f"decoder.axes={model.axes} must be None: merge before shard")
-    layers = tuple(map(float_adapters.merged, model.layers, scaled))
+    layers = tuple(map(merged, model.layers, scaled))
     return dataclasses.replace(model, layers=layers)
 
 
@@ -341,7 +345,7 @@ def without_adapters(decoder: AnyDecoder) -> AnyDecoder:
     """The frozen decoder without its adapters: what `with_adapters` was given."""
     _check_decoder(decoder)
     if isinstance(decoder, Decoder):
-        floats = tuple(map(float_adapters.removed, decoder.layers))
+        floats = tuple(map(removed, decoder.layers))
         return dataclasses.replace(decoder, layers=floats)
 
     def plain(layer: QuantizedLayer) -> QuantizedLayer:
@@ -375,10 +379,7 @@ def linear_sizes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
 
 
 def check_adapters(adapters: Adapters, config: TransformerConfig) -> None:
-    """Raises TypeError unless adapters are floating point, ValueError unless they fit the model.
-
-    Raises NotImplementedError if there are adapters of experts.
-    """
+    """Raises TypeError unless adapters are floating point, ValueError unless they fit the model."""
     if not math.isfinite(adapters.scale):
         raise ValueError(f"{adapters.scale=} must be finite")
     if len(adapters.layers) != config.num_layers:
@@ -497,3 +498,109 @@ def _check_decoder(decoder: Any) -> None:
 def _check_kind(adapters: Any) -> None:
     if not isinstance(adapters, Adapters):
         raise TypeError(f"adapters is a {type(adapters).__name__}, must be Adapters")
+
+
+Pairs = Mapping[str, tuple[jax.Array, jax.Array]]
+
+
+def added(
+    params: LayerParams, pairs: Pairs, *, config: TransformerConfig, axes: Axes | None
+) -> LayerParams:
+    """A layer with these adapters in place of any it had, split like its weights over `axes`.
+
+    Outside of `shard_map`; for a device's arrays see `added_on_device`.
+    """
+    changed = removed(params)
+    for name, pair in pairs.items():
+        part, linear = _path(name)
+        arrays = dict(changed[part][linear])
+        kernel = arrays["kernel"]
+        # On a mesh inner sizes have zeros at their end, so that all devices have equally much.
+        wanted = (kernel.shape[0], pair[0].shape[1]), (pair[1].shape[0], kernel.shape[1])
+        for leaf, matrix, shape in zip(("lora_a", "lora_b"), pair, wanted, strict=True):
+            if axes is not None:
+                more = [(0, new - old) for new, old in zip(shape, matrix.shape, strict=True)]
+                spec = spec_of((part, linear, leaf), 2, config, axes)
+                sharding = NamedSharding(axes.require_mesh(), spec)
+                matrix = jax.device_put(jnp.pad(matrix, more), sharding)
+            arrays[leaf] = matrix
+        changed[part] = {**changed[part], linear: arrays}
+    return changed
+
+
+def added_on_device(
+    params: LayerParams, pairs: Pairs, *, config: TransformerConfig, axes: Axes
+) -> LayerParams:
+    """A device's arrays of a layer with its part of these adapters, which it has whole.
+
+    For use within `shard_map` over `axes`; differentiable in the adapters.
+    """
+    changed = removed(params)
+    for name, pair in pairs.items():
+        part, linear = _path(name)
+        arrays = dict(changed[part][linear])
+        for leaf, matrix in zip(("lora_a", "lora_b"), pair, strict=True):
+            spec = spec_of((part, linear, leaf), 2, config, axes)
+            for axis, names in enumerate(spec):
+                matrix = _own(matrix, axis, axes_named(names))
+            arrays[leaf] = matrix
+        changed[part] = {**changed[part], linear: arrays}
+    return changed
+
+
+def _own(matrix: jax.Array, axis: int, names: tuple[str, ...]) -> jax.Array:
+    """This device's part of a matrix along an axis, with zeros where all are used up."""
+    if not names:
+        return matrix
+    count = jax.lax.axis_size(names)
+    each = share(matrix.shape[axis], count)
+    widths = [(0, 0)] * matrix.ndim
+    widths[axis] = (0, count * each - matrix.shape[axis])
+    first = jax.lax.axis_index(names) * each
+    return jax.lax.dynamic_slice_in_dim(jnp.pad(matrix, widths), first, each, axis)
+
+
+def removed(params: LayerParams) -> LayerParams:
+    """A layer without its adapters."""
+    changed = dict(params)
+    for part, linear in adapted_linears(params):
+        arrays = {k: x for k, x in params[part][linear].items() if k not in ("lora_a", "lora_b")}
+        changed[part] = {**changed[part], linear: arrays}
+    return changed
+
+
+def merged(params: LayerParams, pairs: Pairs) -> LayerParams:
+    """A layer whose kernels have the adapters' products added; ValueError if it has adapters."""
+    if found := adapted_linears(params):
+        raise ValueError(f"the decoder has adapters of {found}, must have none: without_adapters")
+    changed = dict(params)
+    for name, pair in pairs.items():
+        part, linear = _path(name)
+        arrays = changed[part][linear]
+        kernel = _sum(arrays["kernel"], *pair)
+        changed[part] = {**changed[part], linear: {**arrays, "kernel": kernel}}
+    return changed
+
+
+def merged_transformer(model: Transformer, layers: Sequence[Pairs]) -> Transformer:
+    """The same of a `Transformer`, of which `layers` has the adapters of each layer."""
+    graph, state = nnx.split(model)
+    state = jax.tree.map(lambda x: x, state)  # The model's own variables stay as they are.
+    for layer, pairs in enumerate(layers):
+        stack, number = model.config.stack_of(layer)
+        for name, pair in pairs.items():
+            part, linear = _path(name)
+            kernel = state[stack][part][linear]["kernel"]
+            stacked = kernel.get_value()
+            kernel.set_value(stacked.at[number].set(_sum(stacked[number], *pair)))
+    whole: Transformer = nnx.merge(graph, state)
+    return whole
+
+
+def _path(name: str) -> tuple[str, str]:
+    return "mlp" if name in ("gate", "up", "down") else "attention", f"{name}_proj"
+
+
+def _sum(kernel: jax.Array, a: jax.Array, b: jax.Array) -> Any:
+    product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    return (kernel.astype(jnp.float32) + product).astype(kernel.dtype)

@@ -19,15 +19,15 @@ from turbojax.matmul.int4.weight import (
     gate_and_up,
     quantize_weight,
 )
-from turbojax.models.calibration import Calibration
-from turbojax.models.checkpoint.stored import StoredDecoder
+from turbojax.models.checkpoint.weights import StoredDecoder
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder, LayerParams, adapted_linears, unstack
+from turbojax.models.layer_by_layer import Calibration
 from turbojax.models.quantized import QuantizedDecoder, check_quantizable
-from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import (
     LINEARS,
     NORMS,
+    QuantizedExperts,
     QuantizedLayer,
     QuantizedLinear,
     join_layer,
@@ -185,10 +185,7 @@ def _quantize(
 
 
 def layer_weights(params: LayerParams, config: TransformerConfig) -> LayerWeights:
-    """A layer of a `Decoder` as smoothing sees it, in float32 and ``[out, in]``.
-
-    Raises ValueError if it has adapters, which are no part of its weights.
-    """
+    """A layer of a `Decoder` as smoothing sees it, in float32 and ``[out, in]``."""
     if found := adapted_linears(params):
         raise ValueError(f"the model has adapters of {found}, must have none: see merge_adapters")
     attention = params["attention"]
@@ -305,10 +302,7 @@ def layer_params(
 def quantize_layer(
     layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3", kept: Kept = _NOTHING
 ) -> QuantizedLayer:
-    """Rounds the weights of a layer; biases, norms and routers stay float32.
-
-    Raises ValueError if a weight is not finite.
-    """
+    """Rounds the weights of a layer; biases, norms and routers stay float32."""
 
     def scaled(name: str) -> tuple[jax.Array, jax.Array | None]:
         projection: Projection = getattr(layer, name)

@@ -26,8 +26,12 @@ from turbojax.matmul.int4.weight import Int4Weight, dequantize
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import apply_layers, final_norm
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear
-from turbojax.models.tensor_parallel.layout import hidden_axes, local_config
-from turbojax.models.tensor_parallel.vocabulary import gather_logits, mask_padding
+from turbojax.models.tensor_parallel.layout import (
+    gather_logits,
+    hidden_axes,
+    local_config,
+    mask_padding,
+)
 from turbojax.models.transformer import (
     embed,
     embed_split,

@@ -13,11 +13,12 @@ from turbojax.caches import Attend, AttentionOptions
 from turbojax.caches.base import Cache
 from turbojax.flax.norms import rms_norm
 from turbojax.matmul.fp8_tokens import rms_norm_quantize
+from turbojax.matmul.grouped import grouped_matmul
 from turbojax.matmul.int4 import matmul
 from turbojax.matmul.int4.static import Activation, Gradient, TokenKind
 from turbojax.matmul.int4.weight import Int4Weight, concatenate, gate_and_up
 from turbojax.models.config import TransformerConfig
-from turbojax.models.quantized_experts import QuantizedExperts
+from turbojax.models.feed_forward import apply_experts, gated
 from turbojax.models.tensor_parallel.layout import hidden_axes
 from turbojax.models.transformer import scale_added
 from turbojax.numerics.fp8 import Fp8Tokens
@@ -111,6 +112,59 @@ class QuantizedMlp:
         activation: Activation = "swiglu" if config.activation == "silu" else "geglu"
         inner = _of_input(self.gate_up, hidden, norm, config, activation)
         return self.down(inner, residual=residual)
+
+
+@pytree
+@dataclasses.dataclass(frozen=True)
+class QuantizedExperts:
+    """``sum_k w_k down_k(activation(gate_k(x)) * up_k(x))`` over a token's experts.
+
+    Attributes:
+      router: float32 ``[D, E]``, not rounded.
+      gate_up: two ``[F, D]`` for each of `E` experts, the leading axis: a gated weight, or, if the
+        SwiGLU is clamped (`ExpertsConfig.swiglu_limit`), gate above up.
+      down: ``[D, F]``, the same.
+      router_bias: float32 ``[E]``, or None.
+      gate_up_bias: float32 ``[E, 2 F]``, that of the gate first, or None.
+      down_bias: float32 ``[E, D]``, or None.
+    """
+
+    router: jax.Array
+    gate_up: Int4Weight
+    down: Int4Weight
+    router_bias: jax.Array | None = None
+    gate_up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        norm: jax.Array | None,
+        config: TransformerConfig,
+        *,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """Maps the residual stream ``[B, T, D]`` to what is added to it; see `QuantizedMlp`."""
+        experts = config.experts
+        assert experts is not None
+        assert norm is not None
+        activation: Activation = "swiglu" if config.activation == "silu" else "geglu"
+
+        def compute(x: jax.Array, sizes: jax.Array) -> jax.Array:
+            first: Any = functools.partial(
+                grouped_matmul, x, self.gate_up, sizes, bias=self.gate_up_bias
+            )
+            if experts.swiglu_limit is None:
+                inner = first(activation=activation)
+            else:
+                gate, up = jnp.split(first(), 2, axis=-1)
+                inner = gated(gate, up, config)
+            return grouped_matmul(inner, self.down, sizes, bias=self.down_bias)
+
+        # The router reads unrounded tokens.
+        normed = rms_norm(hidden, norm, config.norm_eps)
+        out = apply_experts(normed, self.router, experts, compute, bias=self.router_bias)
+        return out if residual is None else residual + out
 
 
 @pytree

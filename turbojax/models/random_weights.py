@@ -29,8 +29,12 @@ from turbojax.models.config import ExpertsConfig, TransformerConfig
 from turbojax.models.decoder import Decoder
 from turbojax.models.feed_forward import output_gain
 from turbojax.models.quantized import QuantizedDecoder, check_quantizable, norm_shapes
-from turbojax.models.quantized_experts import QuantizedExperts
-from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
+from turbojax.models.quantized_layer import (
+    QuantizedExperts,
+    QuantizedLayer,
+    QuantizedLinear,
+    join_layer,
+)
 from turbojax.models.tensor_parallel.layout import (
     axes_of_model,
     hidden_axes,

@@ -19,8 +19,7 @@ from turbojax import _json
 from turbojax.models.engine.requests import MOST_LOGPROBS
 from turbojax.models.engine.requests import Request as EngineRequest
 from turbojax.models.generation.constraints import Constraint
-from turbojax.models.generation.penalties import Penalties
-from turbojax.models.generation.sampling import Sampling
+from turbojax.models.generation.sampling import Penalties, Sampling
 from turbojax.models.generation.stopping import check_stops
 from turbojax.models.text.tokenizer import Tokenizer
 

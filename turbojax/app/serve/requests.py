@@ -11,7 +11,7 @@ from turbojax.models import Request, Sampling, TransformerConfig
 from turbojax.models.engine.pools import pages_at_most, windows_of
 from turbojax.models.engine.requests import check_vocabulary
 from turbojax.models.generation.constraints import Constraint
-from turbojax.models.generation.penalties import NO_PENALTIES, Penalties
+from turbojax.models.generation.sampling import NO_PENALTIES, Penalties
 from turbojax.models.generation.stopping import check_stops
 from turbojax.models.text.tokenizer import Tokenizer
 

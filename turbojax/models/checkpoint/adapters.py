@@ -234,10 +234,7 @@ def _tensor(name: str, x: jax.Array, dtype: np.dtype) -> _folder.Tensor:
 
 
 def _scale(config: Mapping[str, Any], folder: Path) -> tuple[int, float]:
-    """The adapters' rank, and the factor of their outputs.
-
-    Raises NotImplementedError for options beyond plain LoRA, ValueError if a key is missing.
-    """
+    """The adapters' rank, and the factor of their outputs."""
     where = f"{folder / CONFIG_NAME}"
     if config.get("peft_type") != "LORA":
         raise NotImplementedError(f"{where}: peft_type={shown(config.get('peft_type'))}, not LORA")

@@ -124,11 +124,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """All tensors of a checkpoint, in the order in which they lie in its files; none is read yet.
-
-    Raises OSError if a file is missing, ValueError if files are cut short or contradict each other,
-    and for a GGUF file as `gguf.tensors.stored`.
-    """
+    """All tensors of a checkpoint, in the order of their files; none is read yet."""
     if is_gguf(folder):
         return _gguf.stored(folder)
     tensors: dict[str, Stored] = {}
@@ -214,9 +210,6 @@ def write(
     interruption, see `_writing.replacing_files`. Other files in the folder stay. `companions` are
     further files by name, to be copied from elsewhere, or their contents; those of an older
     checkpoint are removed, see `find_companions`, unless it is None.
-
-    Raises BlockingIOError if another program is writing there, OSError if something cannot be
-    written, TypeError if JSON cannot express the config.
     """
     shards = _split(tensors, max_shard_bytes)
     count = len(shards)
@@ -279,7 +272,8 @@ def steady(folder: Path, read: Callable[[Path], T]) -> T:
     if is_gguf(folder) and folder.exists():
         return read(folder)
     require_folder(folder)
-    settle(folder)
+    # What an interrupted `write` left comes to its end, so that every file is in its place.
+    _writing.finish(folder, last=CONFIG_NAME)
     for attempt in range(_TRIES):
         place = _writing.current(folder, CONFIG_NAME)
         before = _state(place)
@@ -293,11 +287,6 @@ def steady(folder: Path, read: Callable[[Path], T]) -> T:
                 return result
         time.sleep(attempt * _PAUSE_SECONDS)
     raise _changed(folder)
-
-
-def settle(folder: Path) -> None:
-    """Finishes what an interrupted `write` left, so that every file is in its place."""
-    _writing.finish(folder, last=CONFIG_NAME)
 
 
 def _state(folder: Path) -> _writing.Version | None:

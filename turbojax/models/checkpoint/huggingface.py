@@ -29,7 +29,7 @@ from turbojax.models.checkpoint import weights as loading
 from turbojax.models.checkpoint.folder import MAX_SHARD_BYTES
 from turbojax.models.checkpoint.folder import WEIGHTS_NAME as WEIGHTS_NAME
 from turbojax.models.checkpoint.gguf import smollm2
-from turbojax.models.checkpoint.stored import StoredDecoder
+from turbojax.models.checkpoint.weights import StoredDecoder
 from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
 from turbojax.models.decoder import Decoder
 from turbojax.models.families.tensors import LAYERS, TensorSpec, checkpoint_tensors, stacked

@@ -4,7 +4,7 @@ The process reads what its devices need of a layer into host arrays of the layer
 the rest of these is zeros that nothing reads. The devices' weights are cut out of them.
 """
 
-import functools
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,18 +15,90 @@ import numpy as np
 
 from turbojax.matmul.int4.layout import BLOCK, GATED_ROWS, OUT_MULTIPLE, stored_inputs
 from turbojax.matmul.int4.weight import Int4Weight
-from turbojax.models.checkpoint.folder import Stored
-from turbojax.models.checkpoint.placing import Progress
-from turbojax.models.checkpoint.sparse import Sparse, on_host, own_numbers, wanted_bytes
+from turbojax.models.checkpoint.folder import Stored, whole_box
+from turbojax.models.checkpoint.on_mesh import Counted, Progress
 from turbojax.models.config import TransformerConfig
 from turbojax.models.lora import Adapters, layer_with_adapters
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedMlp
 from turbojax.models.tensor_parallel import placing
-from turbojax.models.tensor_parallel.layout import parts, share
-from turbojax.models.tensor_parallel.quantized_parts import local_layer, local_table
-from turbojax.models.tensor_parallel.specs import specs_of_part
+from turbojax.models.tensor_parallel.layout import parts, qkv_outputs, share
+from turbojax.models.tensor_parallel.specs import owners
 from turbojax.sharding.axes import Axes
+
+
+class Sparse:
+    """A tensor of a file, with the places along one axis that are to be read."""
+
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+        self._axis = 0
+        self._wanted: np.ndarray | None = None
+        self._is_whole = False
+        self._kept: np.ndarray | None = None
+
+    def want_all(self) -> None:
+        """Marks the whole tensor to be read."""
+        self._is_whole = True
+
+    def look(self) -> np.ndarray:
+        """Reads the whole now and keeps it, because what else to read depends on it."""
+        self.want_all()
+        if self._kept is None:
+            self._kept = self.read()
+        return self._kept
+
+    def want(self, axis: int, places: np.ndarray) -> None:
+        """Marks these places along an axis to be read; all calls must name the same axis."""
+        if self._wanted is None:
+            self._axis, self._wanted = axis, np.zeros(self.stored.shape[axis], bool)
+        assert axis == self._axis
+        self._wanted[places] = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are wanted."""
+        if self._is_whole or self._wanted is None:
+            return self.stored.nbytes if self._is_whole else 0
+        return self.stored.nbytes * int(self._wanted.sum()) // max(1, self._wanted.size)
+
+    def read(self) -> np.ndarray:
+        """The tensor, with zeros at places that are not marked."""
+        if self._is_whole:
+            return self.stored.read() if self._kept is None else self._kept
+        array = np.zeros(self.stored.shape, self.stored.numpy_dtype)
+        if self._wanted is None:
+            return array
+        box = whole_box(self.stored.shape)
+        before, after = box[: self._axis], box[self._axis + 1 :]
+        edges = np.flatnonzero(np.diff(self._wanted, prepend=False, append=False))
+        for first, last in edges.reshape(-1, 2).tolist():
+            run = (*(slice(None),) * self._axis, slice(first, last))
+            array[run] = self.stored.read_box((*before, (first, last), *after))
+        return array
+
+
+def own_numbers(axes: Axes) -> list[int]:
+    """The parts of a model, counted along `hidden_axes`, that this process's devices hold."""
+    return sorted(owners(axes))
+
+
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Within this context arrays are made in the host's memory, if jax has a CPU backend."""
+    try:
+        [device, *_] = jax.local_devices(backend="cpu")
+    except RuntimeError:
+        yield
+        return
+    with jax.default_device(device):
+        yield
+
+
+def wanted_bytes(tensors: Mapping[str, Sparse]) -> int:
+    """Bytes that will be read."""
+    return sum(x.nbytes for x in tensors.values())
+
 
 TILED = ("codes", "scales", "zeros")
 """Parts of an INT4 weight that lie in tiles."""
@@ -62,51 +134,40 @@ def read(
                 continue
             for number in numbers:
                 _want(sparse[name], name, piece, config, axes, number)
-    total, done = wanted_bytes(sparse), 0
+    counted = Counted(progress, wanted_bytes(sparse))
 
     def load(piece: Any, names: Sequence[str]) -> Any:
-        nonlocal done
         leaves = []
         for name in names:
             leaves.append(jnp.asarray(restore(name, sparse[name].read())))
-            done += sparse[name].nbytes
-            if progress is not None:
-                progress(done, total)
+            counted.add(sparse[name].nbytes)
         return jax.tree.unflatten(jax.tree.structure(piece), leaves)
 
-    def placed(
-        piece: Any,
-        names: Sequence[str],
-        local: Callable[[Any, int], Any],
-        number: int | None = None,
-    ) -> Any:
-        with on_host():
-            held = load(piece, names)
-            if number is not None and adapters is not None:
-                held = layer_with_adapters(held, number, adapters, config)
-            found = placing.assemble(
-                functools.partial(local, held),
-                lambda tree: specs_of_part(tree, config, axes),
-                axes,
-            )
-        return jax.block_until_ready(found)
+    def layer(piece: QuantizedLayer, names: Sequence[str], number: int) -> QuantizedLayer:
+        held = load(piece, names)
+        if adapters is not None:
+            held = layer_with_adapters(held, number, adapters, config)
+        return jax.block_until_ready(placing.place_layer(held, config, axes))
 
-    def layer(held: QuantizedLayer, number: int) -> QuantizedLayer:
-        return local_layer(held, config, axes, number)
+    def table(name: str, piece: Any, names: Sequence[str]) -> Any:
+        held = load(piece, names)
+        return jax.block_until_ready(placing.place_table(name, held, config, axes))
 
-    def table(name: str) -> Callable[[Any, int], Any]:
-        return lambda held, number: {name: local_table(held, config, axes, number)}
+    def whole_norm(piece: Any, names: Sequence[str]) -> jax.Array:
+        held = {"norm": load(piece, names)}
+        return jax.block_until_ready(placing.place(lambda _: held, config, axes)["norm"])
 
     embedding, *layers, norm, head = pieces
-    return QuantizedDecoder(
-        embedding=placed(*embedding, table("embedding"))["embedding"],
-        layers=tuple(placed(*x, layer, i) for i, x in enumerate(layers)),
-        norm=placed(*norm, lambda held, number: {"norm": held})["norm"],
-        lm_head=placed(*head, table("lm_head"))["lm_head"],
-        config=config,
-        dtype=template.dtype,
-        axes=axes,
-    )
+    with on_host():
+        return QuantizedDecoder(
+            embedding=table("embedding", *embedding),
+            layers=tuple(layer(*x, i) for i, x in enumerate(layers)),
+            norm=whole_norm(*norm),
+            lm_head=table("lm_head", *head),
+            config=config,
+            dtype=template.dtype,
+            axes=axes,
+        )
 
 
 def _pieces(
@@ -147,7 +208,7 @@ def _want_of_layer(
     weight = weight_of(layer, linear)
     lead = len(weight.stack)
     if linear == "qkv":
-        return tensor.want(lead, tiles(weight, qkv_rows(config, axes, number)))
+        return tensor.want(lead, tiles(weight, qkv_outputs(config, axes, number)))
     if linear == "o":
         each = config.num_heads * config.head_dim // parts(axes)
         return tensor.want(lead + 1, columns(weight, part, number * each, each))
@@ -157,7 +218,7 @@ def _want_of_layer(
         return tensor.want(lead + 1, columns(weight, part, number * each, each))
     if isinstance(layer.mlp, QuantizedMlp) and layer.mlp.down.inputs is not None:
         return tensor.want_all()  # The file says which outputs.
-    rows = inner_rows(down.in_size, axes, number, each)
+    rows = own_rows(down.in_size, number, each)
     return tensor.want(lead, tiles(weight, np.concatenate([rows, rows + down.in_size])))
 
 
@@ -168,25 +229,14 @@ def weight_of(layer: QuantizedLayer, linear: str) -> Int4Weight:
     return found if isinstance(found, Int4Weight) else found.weight
 
 
-def qkv_rows(config: TransformerConfig, axes: Axes, number: int) -> np.ndarray:
-    """The rows of the joined q, k and v projections that a device has."""
-    width = config.head_dim
-    queries = config.num_heads * width // parts(axes)
-    of_kv = config.num_kv_heads // axes.size("heads") * width
-    key = config.num_heads * width + number // axes.size("sequence") * of_kv + np.arange(of_kv)
-    value = key + config.num_kv_heads * width
-    return np.concatenate([number * queries + np.arange(queries), key, value])
-
-
-def inner_rows(size: int, axes: Axes, number: int, each: int) -> np.ndarray:
-    """The inner channels of a feed-forward layer that a device has."""
+def own_rows(size: int, number: int, each: int) -> np.ndarray:
+    """The numbers of a device's `each` rows, as far as there are `size`."""
     return np.arange(min(number * each, size), min((number + 1) * each, size))
 
 
 def table_rows(config: TransformerConfig, axes: Axes, number: int) -> np.ndarray:
     """The rows of a table that a device has."""
-    each, size = share(config.vocab_size, parts(axes)), config.vocab_size
-    return np.arange(min(number * each, size), min((number + 1) * each, size))
+    return own_rows(config.vocab_size, number, share(config.vocab_size, parts(axes)))
 
 
 def tiles(weight: Int4Weight, rows: np.ndarray) -> np.ndarray:

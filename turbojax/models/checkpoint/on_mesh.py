@@ -1,17 +1,26 @@
-"""Models whose weights are split over a mesh, read from a checkpoint's files part by part."""
+"""Models whose weights are split over a mesh: a process reads its devices' parts of the files.
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+An array of the model is made of one tensor, some of its rows or columns, or a stack of tensors.
+Arrays that share tensors are made together, so that no byte is read twice. One device's part is
+read, cast, and sent there before the next device's: besides the model, the host holds one tensor,
+or one device's part of a stack.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from turbojax.models.checkpoint import folder as _folder
-from turbojax.models.checkpoint import placing
-from turbojax.models.checkpoint.placing import Progress, Target
+from turbojax.models.checkpoint.folder import Box, whole_box
 from turbojax.models.config import STACKS, TransformerConfig
 from turbojax.models.decoder import Decoder
 from turbojax.models.families.tensors import (
@@ -25,7 +34,282 @@ from turbojax.models.tensor_parallel.specs import spec_of
 from turbojax.models.transformer import Transformer
 from turbojax.sharding.axes import Axes, Names
 
-_Key = tuple[int | None, tuple[str, ...]]
+_Key = TypeVar("_Key", bound=Hashable)
+Progress = Callable[[int, int], None]
+"""Called after each tensor with the bytes read so far and the bytes to read in all."""
+
+
+class Counted:
+    """Tells `progress`, if there is one, how many of `total` bytes are read."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def add(self, count: int) -> None:
+        """Adds so many bytes."""
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """An array of the model, over all devices, and the tensors that it is made of.
+
+    `sources` have an index into its leading axes, a tensor's name, and which part of it. Where
+    `shape` is larger than what the tensors hold, zeros are added at the end.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: NamedSharding
+    sources: tuple[tuple[tuple[int, ...], str, Placement], ...]
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether tensors hold the last two axes in the other order."""
+        return self.sources[0][2].transpose
+
+    @property
+    def stored(self) -> "Target":
+        """The same target with its axes in the tensors' order."""
+        if not self.is_transposed:
+            return self
+        *lead, one, two = self.shape
+        spec = (*self.sharding.spec, *[None] * (len(self.shape) - len(self.sharding.spec)))
+        sharding = NamedSharding(self.sharding.mesh, PartitionSpec(*spec[:-2], spec[-1], spec[-2]))
+        sources = tuple(
+            (index, name, dataclasses.replace(x, transpose=False))
+            for index, name, x in self.sources
+        )
+        return Target((*lead, two, one), self.dtype, sharding, sources)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """One copy from a tensor, of which `box` and its `columns` go into a device's part of an array.
+
+    `target` is the array's number and `index` that in the part's leading axes; `size` is how much
+    of the part's other axes is filled, the rest is zeros.
+    """
+
+    target: int
+    index: tuple[int, ...]
+    name: str
+    box: Box
+    columns: tuple[int, int] | None
+    size: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What some devices hold alike of arrays that share tensors, so that it is read once."""
+
+    devices: tuple[jax.Device, ...]
+    boxes: tuple[Box, ...]
+    copies: tuple[_Copy, ...]
+
+
+def read(
+    targets: Mapping[_Key, Target],
+    tensors: Mapping[str, _folder.Stored],
+    progress: Progress | None = None,
+) -> dict[_Key, jax.Array]:
+    """Reads arrays; `progress` counts the bytes that this process reads."""
+    groups = [[targets[key].stored for key in keys] for keys in _groups(targets)]
+    plans = [_parts(group, tensors) for group in groups]
+    total = sum(_cost(x, tensors) for plan in plans for x in _reads(plan))
+    counted, found = Counted(progress, total), dict[_Key, jax.Array]()
+
+    def count(tensor: tuple[str, Box]) -> None:
+        counted.add(_cost(tensor, tensors))
+
+    for keys, group, plan in zip(_groups(targets), groups, plans, strict=True):
+        arrays = _read_group(group, plan, tensors, count)
+        for key, array in zip(keys, arrays, strict=True):
+            target = targets[key]
+            if target.is_transposed:
+                array = _transposed(target.sharding)(array)
+            found[key] = jax.block_until_ready(array)
+    return found
+
+
+def local_devices(sharding: NamedSharding) -> frozenset[jax.Device]:
+    """The devices that this process has data for."""
+    return frozenset(sharding.addressable_devices)
+
+
+def local_boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[jax.Device, Box]:
+    """What each of this process's devices holds of an array."""
+    own = local_devices(sharding)
+    return {
+        device: tuple(
+            (x.start or 0, size if x.stop is None else x.stop)
+            for x, size in zip(index, shape, strict=True)
+        )
+        for device, index in sharding.devices_indices_map(shape).items()
+        if device in own
+    }
+
+
+def assemble(
+    shape: tuple[int, ...], sharding: NamedSharding, parts: Mapping[jax.Device, jax.Array]
+) -> jax.Array:
+    """The array of the parts that this process's devices hold."""
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(parts.values()))
+
+
+def _put(part: np.ndarray, devices: Sequence[jax.Device]) -> dict[jax.Device, jax.Array]:
+    return {device: jax.device_put(part, device) for device in devices}
+
+
+def _groups(targets: Mapping[_Key, Target]) -> list[list[_Key]]:
+    """Groups of arrays that share tensors, in the order in which they are given."""
+    groups: dict[_Key, list[_Key]] = {}
+    first_of: dict[str, _Key] = {}
+    for key, target in targets.items():
+        names = [name for _, name, _ in target.sources]
+        first = next((first_of[name] for name in names if name in first_of), key)
+        groups.setdefault(first, []).append(key)
+        first_of |= dict.fromkeys(names, first)
+    return list(groups.values())
+
+
+def _parts(group: Sequence[Target], tensors: Mapping[str, _folder.Stored]) -> list[_Part]:
+    """What devices hold of arrays that share tensors, one entry for devices that hold the same."""
+    boxes = [local_boxes(x.sharding, x.shape) for x in group]
+    devices: dict[tuple[Box, ...], list[jax.Device]] = {}
+    for device in boxes[0]:
+        devices.setdefault(tuple(x[device] for x in boxes), []).append(device)
+    parts = []
+    for held, holders in devices.items():
+        copies = [
+            copy
+            for number, (target, box) in enumerate(zip(group, held, strict=True))
+            for copy in _copies(number, target, box, tensors)
+        ]
+        # Copies of one tensor one after the other, and tensors in the order of their file.
+        copies.sort(key=lambda x: (str(tensors[x.name].file), tensors[x.name].begin))
+        parts.append(_Part(tuple(holders), held, tuple(copies)))
+    return parts
+
+
+def _copies(
+    number: int, target: Target, box: Box, tensors: Mapping[str, _folder.Stored]
+) -> Iterator[_Copy]:
+    """The copies that fill the part `box` of an array."""
+    for index, name, placement in target.sources:
+        lead, rest = box[: len(index)], box[len(index) :]
+        if not all(first <= i < last for i, (first, last) in zip(index, lead, strict=True)):
+            continue
+        shape = list(tensors[name].shape)
+        offset, step = 0, 1
+        if placement.rows is not None:
+            offset = placement.rows[0]
+            shape[0] = placement.rows[1] - offset
+        if placement.columns is not None:
+            step = placement.columns[1]
+            shape[-1] //= step
+        held = [(min(a, n), min(b, n)) for (a, b), n in zip(rest, shape, strict=True)]
+        if any(a == b for a, b in held):
+            continue
+        wanted = list(held)
+        if placement.rows is not None:
+            wanted[0] = (held[0][0] + offset, held[0][1] + offset)
+        if placement.columns is not None:
+            wanted[-1] = (held[-1][0] * step, held[-1][1] * step)
+        yield _Copy(
+            number,
+            tuple(i - first for i, (first, _) in zip(index, lead, strict=True)),
+            name,
+            tuple(wanted),
+            placement.columns,
+            tuple(b - a for a, b in held),
+        )
+
+
+def _reads(plan: Sequence[_Part]) -> list[tuple[str, Box]]:
+    """What is read of which tensor.
+
+    If all parts come from one tensor, the smallest box around them is read once, unless that is
+    more than the parts together. So the parts of a row are read together and cut up here.
+    """
+    wanted = [dict.fromkeys((x.name, x.box) for x in part.copies) for part in plan]
+    every = list(dict.fromkeys(x for part in wanted for x in part))
+    if len({name for name, _ in every}) == 1:
+        boxes = [box for _, box in every]
+        around = tuple(
+            (min(a for a, _ in axis), max(b for _, b in axis)) for axis in zip(*boxes, strict=True)
+        )
+        if _volume(around) <= sum(map(_volume, boxes)):
+            return [(every[0][0], around)]
+    return [x for part in wanted for x in part]
+
+
+def _read_group(
+    group: Sequence[Target],
+    plan: Sequence[_Part],
+    tensors: Mapping[str, _folder.Stored],
+    count: Callable[[tuple[str, Box]], None],
+) -> list[jax.Array]:
+    """Reads arrays that share tensors."""
+    reads = _reads(plan)
+    together = reads[0] if len(reads) == 1 else None
+    last, content = None, np.empty(0)
+
+    def take(copy: _Copy, dtype: np.dtype) -> np.ndarray:
+        nonlocal last, content
+        wanted = together or (copy.name, copy.box)
+        if wanted != last:
+            content = np.empty(0)  # Before the next one is there.
+            name, last = copy.name, wanted
+            content = _folder.cast(tensors[name].read_box(wanted[1]), dtype, name)
+            count(wanted)
+        part = content[
+            tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(copy.box, wanted[1], strict=True))
+        ]
+        if copy.columns is not None:
+            part = part[..., copy.columns[0] :: copy.columns[1]]
+        return part
+
+    held: list[dict[jax.Device, jax.Array]] = [{} for _ in group]
+    for part in plan:
+        own: list[np.ndarray | None] = [None for _ in group]
+        for copy in part.copies:
+            target, box = group[copy.target], part.boxes[copy.target]
+            shape = tuple(last - first for first, last in box)
+            found = take(copy, target.dtype)
+            if found.shape == shape:
+                own[copy.target] = np.ascontiguousarray(found)
+                continue
+            whole = own[copy.target]
+            if whole is None:
+                whole = own[copy.target] = np.zeros(shape, target.dtype)
+            whole[copy.index][tuple(slice(0, size) for size in copy.size)] = found
+        for i, (array, box) in enumerate(zip(own, part.boxes, strict=True)):
+            if array is None:
+                array = np.zeros([last - first for first, last in box], group[i].dtype)
+            held[i] |= _put(array, part.devices)
+    return [assemble(x.shape, x.sharding, y) for x, y in zip(group, held, strict=True)]
+
+
+def _volume(box: Box) -> int:
+    return math.prod(last - first for first, last in box)
+
+
+def _cost(tensor: tuple[str, Box], tensors: Mapping[str, _folder.Stored]) -> int:
+    """About how many bytes a part of a tensor has."""
+    stored = tensors[tensor[0]]
+    return stored.nbytes * _volume(tensor[1]) // max(1, _volume(whole_box(stored.shape)))
+
+
+@functools.lru_cache(maxsize=256)
+def _transposed(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """A program that exchanges the last two axes; each device already has the numbers it needs."""
+    return jax.jit(lambda x: jnp.swapaxes(x, -1, -2), out_shardings=sharding)
+
+
+_Array = tuple[int | None, tuple[str, ...]]
 """An array of a `Decoder`: its layer, or None, and its path."""
 
 
@@ -52,7 +336,7 @@ def read_decoder(
     progress: Progress | None,
 ) -> Decoder:
     """Reads a decoder, split as `partition_specs` says; for `axes` see `axes_of_model`."""
-    found = placing.read(dict(_decoder_targets(config, dtype, axes)), tensors, progress)
+    found = read(dict(_decoder_targets(config, dtype, axes)), tensors, progress)
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
     for (layer, path), array in found.items():
         if layer is not None:
@@ -82,7 +366,7 @@ def read_parts(
         for key, target in _decoder_targets(config, dtype, axes, layer)
         if path in (None, key[1])
     }
-    return {key[1]: array for key, array in placing.read(wanted, tensors).items()}
+    return {key[1]: array for key, array in read(wanted, tensors).items()}
 
 
 def read_transformer(
@@ -108,7 +392,7 @@ def read_transformer(
         shape = variable(state, path).get_value().shape
         sharding = NamedSharding(mesh, transformer_spec(path, shape, config, axes))
         targets[path] = Target(shape, dtypes[path], sharding, tuple(found))
-    for path, array in placing.read(targets, tensors, progress).items():
+    for path, array in read(targets, tensors, progress).items():
         variable(state, path).set_value(array)
     nnx.update(model, state)
     return model
@@ -145,7 +429,7 @@ def table_rows(config: TransformerConfig, axes: Axes) -> list[tuple[int, int]]:
     """The rows of a decoder's table of embeddings that this process holds, in order."""
     shape = (stored_config(config, axes).vocab_size, config.hidden_size)
     sharding = NamedSharding(axes.require_mesh(), spec_of(("embedding",), 2, config, axes))
-    rows = {rows for rows, _ in placing.local_boxes(sharding, shape).values()}
+    rows = {rows for rows, _ in local_boxes(sharding, shape).values()}
     return [(min(a, config.vocab_size), min(b, config.vocab_size)) for a, b in sorted(rows)]
 
 
@@ -165,11 +449,11 @@ def variable(state: Any, path: tuple[str, ...]) -> Any:
 
 def _decoder_targets(
     config: TransformerConfig, dtype: np.dtype, axes: Axes, *only: int | None
-) -> Iterator[tuple[_Key, Target]]:
+) -> Iterator[tuple[_Array, Target]]:
     """The arrays of a `Decoder`: all, or those of the layers `only`; None is outside of layers."""
     mesh, experts = axes.require_mesh(), config.experts
-    found: dict[_Key, list[tuple[tuple[int, ...], str, Placement]]] = {}
-    shapes: dict[_Key, tuple[tuple[int, ...], np.dtype]] = {}
+    found: dict[_Array, list[tuple[tuple[int, ...], str, Placement]]] = {}
+    shapes: dict[_Array, tuple[tuple[int, ...], np.dtype]] = {}
     padded = checkpoint_tensors(stored_config(config, axes))
     for spec, larger in zip(checkpoint_tensors(config), padded, strict=True):
         for place, wide in zip(spec.placements, larger.placements, strict=True):

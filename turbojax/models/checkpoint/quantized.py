@@ -25,7 +25,7 @@ from turbojax.matmul.int4.storage import tiles_of_version_1
 from turbojax.matmul.int4.weight import Int4Weight
 from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint import int4_on_mesh, mxfp4, on_mesh
-from turbojax.models.checkpoint.packed.formats import METHODS
+from turbojax.models.checkpoint.packed.reading import METHODS
 from turbojax.models.checkpoint.weights import Progress, check_dtype, check_rotation
 from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
 from turbojax.models.lora import Adapters, LoraLinear, with_adapters
@@ -171,13 +171,12 @@ def read(
         return int4_on_mesh.read(
             template, named, tensors, restore, axes, progress, whole=version == 1, adapters=adapters
         )
-    total, done, leaves = sum(stored.nbytes for stored in tensors.values()), 0, []
+    counted = on_mesh.Counted(progress, sum(stored.nbytes for stored in tensors.values()))
+    leaves = []
     for name, _ in named:
         array = jnp.asarray(restore(name, tensors[name].read()))
         leaves.append(jax.block_until_ready(array))
-        done += tensors[name].nbytes
-        if progress is not None:
-            progress(done, total)
+        counted.add(tensors[name].nbytes)
     decoder: QuantizedDecoder = jax.tree.unflatten(jax.tree.structure(template), leaves)
     return decoder if adapters is None else with_adapters(decoder, adapters)
 

@@ -1,14 +1,15 @@
-"""Weights from a checkpoint's files to the device, one tensor at a time.
+"""Weights from a checkpoint's files to the device, one tensor at a time, at once or when asked for.
 
 The arrays of the model are made first. A tensor is read, cast, and written into its place, which is
 donated, before the next one is read: besides the model, at most one tensor exists on the host and
 on the device.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,11 @@ from jax.typing import DTypeLike
 
 from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint import mxfp4, on_mesh
+from turbojax.models.checkpoint.on_mesh import Progress as Progress
 from turbojax.models.checkpoint.on_mesh import insert as insert
 from turbojax.models.checkpoint.on_mesh import variable as variable
-from turbojax.models.checkpoint.placing import Progress as Progress
 from turbojax.models.config import DTYPES, TransformerConfig, stored_dtype
-from turbojax.models.decoder import Decoder
+from turbojax.models.decoder import Decoder, LayerParams
 from turbojax.models.families.tensors import (
     EMBEDDING,
     HEAD,
@@ -266,14 +267,12 @@ def _read(
 ) -> None:
     """Calls ``put(placement, part)`` for each tensor in the files' order, cast to `dtype`."""
     specs: dict[str, TensorSpec] = {spec.name: spec for spec in checkpoint_tensors(config)}
-    total, done = sum(stored.nbytes for stored in tensors.values()), 0
+    counted = on_mesh.Counted(progress, sum(stored.nbytes for stored in tensors.values()))
     for name, stored in tensors.items():
         tensor = _folder.cast(stored.read(), specs[name].dtype(dtype), name)
         for placement in specs[name].placements:
             put(placement, placement.of(tensor))
-        done += stored.nbytes
-        if progress is not None:
-            progress(done, total)
+        counted.add(stored.nbytes)
 
 
 def require_equal(
@@ -317,3 +316,77 @@ def _insert(
 @jax.jit
 def _transpose(tensor: jax.Array) -> jax.Array:
     return tensor.T
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredDecoder:
+    """What a `Decoder` is, but every access reads the weights from files anew; nothing is kept.
+
+    Made by `open_decoder`. `quantize_model` and `token_bits` take it, layer by layer.
+
+    Attributes:
+      tensors: the checkpoint's tensors by name: all that the config asks for.
+      config: the shape.
+      dtype: of weights and computation.
+      axes: of the mesh that arrays are split over when they are read, or None for one device.
+    """
+
+    tensors: Mapping[str, _folder.Stored] = dataclasses.field(repr=False)
+    config: TransformerConfig
+    dtype: np.dtype
+    axes: Axes | None = None
+
+    @property
+    def embedding(self) -> jax.Array:
+        """``[V, D]``."""
+        return self._one("embedding")
+
+    @property
+    def layers(self) -> Sequence[LayerParams]:
+        """One tree of arrays per layer, see `Decoder`, each read when it is taken."""
+        return _Layers(self)
+
+    @property
+    def norm(self) -> jax.Array:
+        """``[D]``, scale of the last norm."""
+        return self._one("norm", "scale")
+
+    @property
+    def lm_head(self) -> jax.Array | None:
+        """``[V, D]``, or None where the embedding serves."""
+        return None if self.config.tie_embeddings else self._one("lm_head")
+
+    def _one(self, *path: str) -> jax.Array:
+        [array] = self._parts(None, path).values()
+        return array
+
+    def _parts(
+        self, layer: int | None, path: tuple[str, ...] | None = None
+    ) -> dict[tuple[str, ...], jax.Array]:
+        """Arrays of a layer, or for None of what lies outside of layers, by their paths there."""
+        if self.axes is not None:
+            return on_mesh.read_parts(self.tensors, self.config, self.dtype, self.axes, layer, path)
+        found = read_parts(self.tensors, self.config, self.dtype, layer, path)
+        return found if layer is None else {path[1:]: x for path, x in found.items()}
+
+
+class _Layers(Sequence[LayerParams]):
+    def __init__(self, decoder: StoredDecoder) -> None:
+        self._decoder = decoder
+
+    def __len__(self) -> int:
+        return self._decoder.config.num_layers
+
+    @overload
+    def __getitem__(self, index: int) -> LayerParams: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LayerParams]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        tree = dict[str, Any]()
+        for path, array in self._decoder._parts(range(len(self))[index]).items():
+            on_mesh.insert(tree, path, array)
+        return tree

@@ -42,8 +42,8 @@ from turbojax.models.engine.statistics import Costs, Counts, EngineStatistics, s
 from turbojax.models.engine.step import new_state
 from turbojax.models.engine.tracker import Admission, RequestTracker
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.tensor_parallel.caches import init_split
 from turbojax.models.tensor_parallel.layout import local_config
+from turbojax.models.tensor_parallel.specs import init_split
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.models.transformer import Transformer
 from turbojax.numerics.config import TurboConfig

@@ -24,10 +24,9 @@ from turbojax.models.decoder import Decoder, unstack
 from turbojax.models.engine.pools import Pools
 from turbojax.models.generation.sampling import NOTHING, Kind, SamplingRows, sample
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.tensor_parallel.layout import hidden_axes, share
+from turbojax.models.tensor_parallel.layout import gather_logits, hidden_axes, likeliest, share
 from turbojax.models.tensor_parallel.placing import shard
 from turbojax.models.tensor_parallel.specs import cache_specs
-from turbojax.models.tensor_parallel.vocabulary import gather_logits, likeliest
 from turbojax.models.transformer import Transformer
 from turbojax.sharding import Axes
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax.models.generation.constraints import AllowedTokens, Constraint, ConstraintState
-from turbojax.models.generation.penalties import NO_PENALTIES, Penalties
-from turbojax.models.generation.sampling import GREEDY, Sampling
+from turbojax.models.generation.sampling import GREEDY, NO_PENALTIES, Penalties, Sampling
 from turbojax.models.generation.stopping import TextStream, check_stop_strings
 
 FinishReason = Literal["length", "stop", "aborted", "failed", "timeout"]

@@ -20,8 +20,8 @@ from turbojax.models.engine.placement import SAME, Vocabulary, run_on
 from turbojax.models.engine.programs import note_traced
 from turbojax.models.engine.requests import MOST_LOGPROBS, Request, TokenLogprobs
 from turbojax.models.generation.constraints import WORD, words_of
-from turbojax.models.generation.penalties import NO_PENALTIES
 from turbojax.models.generation.sampling import (
+    NO_PENALTIES,
     NOTHING,
     Array,
     Kind,

@@ -5,22 +5,18 @@ from typing import Any
 
 from turbojax._json import shown
 from turbojax.models.families.base import Family as Family
-from turbojax.models.families.experts import ExpertsConfig as ExpertsConfig
 from turbojax.models.families.keys import LARGEST_SIZE as LARGEST_SIZE
 from turbojax.models.families.keys import MOST_LAYERS as MOST_LAYERS
 from turbojax.models.families.keys import Activation as Activation
 from turbojax.models.families.keys import strings
-from turbojax.models.families.latent import LatentConfig as LatentConfig
+from turbojax.models.families.layers import ExpertsConfig as ExpertsConfig
+from turbojax.models.families.layers import LatentConfig as LatentConfig
 from turbojax.models.families.table import FAMILIES as FAMILIES
 from turbojax.models.families.table import WHOLES, whole_of
 
 
 def read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the `TransformerConfig` that a `config.json` describes.
-
-    Raises NotImplementedError, naming key and value, if anything that may change the mathematics is
-    not supported; ValueError if keys are missing or contradict each other.
-    """
+    """The fields of the `TransformerConfig` that a `config.json` describes."""
     hf = text_part(hf)
     return _family(hf).read(hf)
 

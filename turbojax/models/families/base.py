@@ -1,12 +1,12 @@
 """What families of Hugging Face checkpoints have in common, and where one may differ.
 
-A `Family` is data, and methods that a subclass overrides where data does not suffice. Each family
-has a file with what is special about it; `table.py` lists them.
+A `Family` is data, and methods that a subclass overrides where data does not suffice. A file has
+the families of some authors; `table.py` lists them all.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from turbojax._json import shown, shown_name
 from turbojax.models.families import rope
@@ -67,7 +67,7 @@ class Family:
       norm_eps_key: the key of the norms' epsilon.
       writes_head_dim: whether the family has a key `head_dim`; if not, it is written only where it
         does not follow from the other sizes.
-      chooses_layers: whether `layer_types` may differ from `usual_layers`.
+      chooses_layers: whether `layer_types` may differ from `_usual_layers`.
       linears: stored linear layers by name, and those of the model whose rows they hold, one below
         the other.
       experts: for families with experts, the stored names of the router and, with ``{}`` for an
@@ -79,6 +79,12 @@ class Family:
       has_predictors: whether files may hold a further layer, which predicts tokens beyond the next
         one and is not read.
       norms: stored norms by name, and the model's; a model has all or some of them.
+      fields: fields of `TransformerConfig` that all models of the family have.
+      rope_kinds: values of `rope_type` that are read.
+      rope_theta: the base of rotary frequencies where a file has none.
+      rope_original: the length of the first training where a file has none; its `max_length` if
+        None.
+      rotates_parts: whether RoPE may rotate only a part of each head.
       overflows_float16: whether residual streams are known to pass float16's largest number.
     """
 
@@ -96,6 +102,11 @@ class Family:
     experts_in_one: bool = False
     has_predictors: bool = False
     overflows_float16: bool = False
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rope_kinds: Sequence[str] = rope.KINDS
+    rope_theta: float = 10_000.0
+    rope_original: int | None = None
+    rotates_parts: bool = False
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of the `TransformerConfig` that a `config.json` of this family describes."""
@@ -120,8 +131,9 @@ class Family:
             "norm_eps": number(keys, self.norm_eps_key),
             "tie_embeddings": flag(keys, "tie_word_embeddings"),
             "local_windows": self._read_windows(keys),
-            **self.read_rope(hf, head_dim, max_length),
-            **self.read_mathematics(keys),
+            **self._read_rope(hf, head_dim, max_length),
+            **self._read_mathematics(keys),
+            **self.fields,
         }
 
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,23 +155,39 @@ class Family:
             del keys["head_dim"]
         return {
             **keys,
-            **self.write_rope(fields),
-            **self.write_mathematics(fields),
-            **self.write_windows(fields["local_windows"], fields),
+            **self._write_rope(fields),
+            **self._write_mathematics(fields),
+            **self._write_windows(fields["local_windows"], fields),
         }
 
-    def read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
+    def _rope_keys(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """What a `config.json` says about RoPE, in the names that `rope.parse` reads."""
+        return rope.merged(hf)
+
+    def _read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
         """The fields that say how positions rotate queries and keys; `max_length` is the file's."""
-        del head_dim
-        found = rope.parse(rope.merged(hf), max_length)
-        self._require_whole(found)
-        return {"rope_theta": found.theta, "rope_scaling": found.scaling, "rotary_dim": None}
+        found = rope.parse(
+            self._rope_keys(hf),
+            max_length,
+            self.rope_kinds,
+            theta=self.rope_theta,
+            original=self.rope_original,
+        )
+        if not self.rotates_parts:
+            self._require_whole(found)
+        turned = None if found.partial == 1 else int(head_dim * found.partial)
+        return {"rope_theta": found.theta, "rope_scaling": found.scaling, "rotary_dim": turned}
 
-    def write_rope(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys that `read_rope` reads, in the spellings of transformers 4 and 5."""
-        return rope.write(fields["rope_theta"], fields["rope_scaling"], fields["max_length"])
+    def _write_rope(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys that `_read_rope` reads, in the spellings of transformers 4 and 5."""
+        keys = rope.write(fields["rope_theta"], fields["rope_scaling"], fields["max_length"])
+        if self.rotates_parts:
+            turned = fields["rotary_dim"]
+            partial = 1.0 if turned is None else turned / fields["head_dim"]
+            keys[rope.PARTIAL] = keys["rope_parameters"][rope.PARTIAL] = partial
+        return keys
 
-    def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+    def _read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """The fields that say how a layer computes, besides its sizes, windows and positions."""
         name = self.activation_key
         if not isinstance(keys[name], str | None):
@@ -177,26 +205,30 @@ class Family:
             "mlp_bias": flag(keys, "mlp_bias"),
         }
 
-    def write_mathematics(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys that `read_mathematics` reads."""
+    def _write_mathematics(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys that `_read_mathematics` reads."""
         keys = {self.activation_key: ACTIVATION_NAMES[fields["activation"]]}
         biases = {"attention_bias": "qkv_bias", "mlp_bias": "mlp_bias"}
         return keys | {key: fields[x] for key, x in biases.items() if key in self.defaults}
 
-    def usual_layers(self, keys: Mapping[str, Any], window: int | None) -> list[str]:
+    def _usual_layers(self, keys: Mapping[str, Any], window: int | None) -> list[str]:
         """The `layer_types` of a file without that key; a `window` of None means no windows."""
         return [FULL if window is None else SLIDING] * keys["num_hidden_layers"]
 
-    def write_windows(
+    def _write_windows(
         self, windows: Sequence[int | None], fields: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The keys that say which layers have windows; `windows` is empty if no layer has one."""
-        del fields
-        return {"sliding_window": first_window(windows)} if self._has_windows else {}
-
-    @property
-    def _has_windows(self) -> bool:
-        return "sliding_window" in self.defaults
+        if "sliding_window" not in self.defaults:
+            return {}
+        # Files cannot express a second size.
+        window = next((size for size in windows if size is not None), None)
+        has_switch = "use_sliding_window" in self.defaults
+        keys: dict[str, Any] = {"use_sliding_window": window is not None} if has_switch else {}
+        keys["sliding_window"] = window
+        if self.chooses_layers:
+            keys["layer_types"] = layer_types(windows, fields["num_layers"])
+        return keys
 
     def _require_whole(self, found: rope.RopeKeys) -> None:
         """Raises NotImplementedError if RoPE rotates only a part of each head."""
@@ -239,7 +271,7 @@ class Family:
             window = None
         if window is not None:
             integer(keys, "sliding_window")
-        types, usual = keys["layer_types"], self.usual_layers(keys, window)
+        types, usual = keys["layer_types"], self._usual_layers(keys, window)
         if types is None:
             types = usual
         strings("layer_types", types)
@@ -267,27 +299,103 @@ class Family:
 class Alternating(Family):
     """A family that always has a window: in every other layer, where a file does not say."""
 
-    def usual_layers(self, keys: Mapping[str, Any], window: int | None) -> list[str]:
-        """See `Family`."""
-        del window
+    def _usual_layers(self, keys: Mapping[str, Any], window: int | None) -> list[str]:
         return [FULL if i % 2 else SLIDING for i in range(keys["num_hidden_layers"])]
 
-    def write_windows(
+    def _write_windows(
         self, windows: Sequence[int | None], fields: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """See `Family`."""
+        keys = super()._write_windows(windows, fields)
         # transformers asks for a window even where no layer has one.
-        return {
-            "sliding_window": first_window(windows) or fields["max_length"],
-            "layer_types": layer_types(windows, fields["num_layers"]),
-        }
-
-
-def first_window(windows: Sequence[int | None]) -> int | None:
-    """The first layer's window, or None; files cannot express a second size."""
-    return next((size for size in windows if size is not None), None)
+        return keys | {"sliding_window": keys["sliding_window"] or fields["max_length"]}
 
 
 def layer_types(windows: Sequence[int | None], layers: int) -> list[str]:
     """The value of the key `layer_types` for layers with these windows."""
     return [SLIDING if i < len(windows) and windows[i] else FULL for i in range(layers)]
+
+
+TEXT = "text_config"
+"""The key of `config.json` that holds the text model's own."""
+
+_TIED = "tie_word_embeddings"
+# Prefixes of tensors' names, as published and as in memory, and the prefixes in a text model.
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+VISION_PARTS = ("vision_tower", "multi_modal_projector")
+"""First words of the names of tensors that read images."""
+_IGNORED = tuple(f"{prefix}{name}." for prefix in ("", "model.") for name in VISION_PARTS)
+
+_Stored = TypeVar("_Stored")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Whole:
+    """A kind of checkpoint with a text model and a part for images.
+
+    Attributes:
+      name: its `model_type`.
+      architecture: its name among `architectures`.
+      family: of the text model.
+      others: keys of the whole, or of the part for images, that never change how text is computed.
+      defaults: keys that published files leave out of the text model's part, and transformers'
+        values for them.
+    """
+
+    name: str
+    architecture: str
+    family: Family
+    others: tuple[str, ...]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def describes(self, hf: Mapping[str, Any]) -> bool:
+        """Whether a `config.json` is that of such a checkpoint."""
+        architectures = hf.get("architectures")
+        if architectures:
+            return bool(architectures == [self.architecture])
+        return bool(hf.get("model_type") == self.name)
+
+    def text_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """The `config.json` of the text model: the object within `hf`, and the keys beside it."""
+        if hf.get("model_type") not in (None, self.name):
+            raise NotImplementedError(
+                f"model_type={shown(hf['model_type'])} is not supported: must be {self.name!r}, as "
+                f"architectures={[self.architecture]}"
+            )
+        part = hf.get(TEXT)
+        if not isinstance(part, Mapping):
+            raise ValueError(f"config.json: {TEXT}={shown(part)} must be an object")
+        kind = part.get("model_type", self.family.name)
+        if kind != self.family.name:
+            raise NotImplementedError(
+                f"config.json: {TEXT}: model_type={shown(kind)} is not supported: must be "
+                f"{self.family.name!r}"
+            )
+        outside = {key: value for key, value in hf.items() if key not in (*self.others, TEXT)}
+        # The outer key counts for both tables, whatever the text model's own says.
+        return {
+            **self.defaults,
+            **outside,
+            **part,
+            **({_TIED: hf[_TIED]} if hf.get(_TIED) is not None else {}),
+            "architectures": [self.family.architecture],
+            "model_type": self.family.name,
+        }
+
+
+def tensors_of_text(tensors: Mapping[str, _Stored]) -> dict[str, _Stored]:
+    """The tensors of the text model by their names in its family; those for images are left out.
+
+    Tensors of unknown parts keep their names, and a reader refuses them.
+    """
+    found = {}
+    for name, stored in tensors.items():
+        if name.startswith(_IGNORED):
+            continue
+        prefix = next((x for x in _PREFIXES if name.startswith(x)), "")
+        found[_PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = stored
+    return found

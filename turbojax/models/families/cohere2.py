@@ -25,33 +25,20 @@ class Cohere2(Alternating):
         without = tuple(i for i, window in enumerate(windows) if window is None)
         return fields | {"nope_layers": without}
 
-    def read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
-        """See `Family`."""
-        return super().read_rope(hf, head_dim, max_length) | {"rope_interleaved": True}
-
-    def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family`."""
+    def _read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         factor = number(keys, _LOGITS)
-        return super().read_mathematics(keys) | {
-            "layer_norm": True,
-            "parallel": True,
+        return super()._read_mathematics(keys) | {
             "logit_scale": None if factor == 1 else factor,
         }
 
-    def write_mathematics(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family`."""
+    def _write_mathematics(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         factor = fields["logit_scale"]
-        return super().write_mathematics(fields) | {_LOGITS: 1.0 if factor is None else factor}
+        return super()._write_mathematics(fields) | {_LOGITS: 1.0 if factor is None else factor}
 
-    def usual_layers(self, keys: Mapping[str, Any], window: int | None) -> list[str]:
-        """See `Family`."""
-        del window
+    def _usual_layers(self, keys: Mapping[str, Any], window: int | None) -> list[str]:
         pattern = integer(keys, _PATTERN)
-        return [FULL if i % pattern == 0 else SLIDING for i in _numbers(keys["num_hidden_layers"])]
-
-
-def _numbers(count: int) -> range:
-    return range(1, count + 1)
+        count = keys["num_hidden_layers"]
+        return [FULL if (i + 1) % pattern == 0 else SLIDING for i in range(count)]
 
 
 COHERE2 = Cohere2(
@@ -81,4 +68,5 @@ COHERE2 = Cohere2(
     writes_head_dim=False,
     chooses_layers=True,
     norms={"input_layernorm": ("attention_norm",)},
+    fields={"layer_norm": True, "parallel": True, "rope_interleaved": True},
 )

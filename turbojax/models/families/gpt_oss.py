@@ -6,11 +6,9 @@ from typing import Any
 from turbojax._json import shown
 from turbojax.models.families import rope
 from turbojax.models.families.base import Alternating
-from turbojax.models.families.experts import ExpertsConfig, read_count, read_per_token
 from turbojax.models.families.keys import COMMON, number
+from turbojax.models.families.layers import ExpertsConfig, experts_of_all_layers
 
-_EXPERTS = 128
-_THETA = 150_000.0
 # For a file without any key of rotary embeddings.
 _USUAL_ROPE = {
     "rope_type": "yarn",
@@ -25,27 +23,19 @@ _USUAL_ROPE = {
 class GptOss(Alternating):
     """Has experts in all layers; a tensor holds all of them, gate and partner in turns."""
 
-    def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family`."""
-        count = read_count(keys, "num_local_experts", "num_experts", default=_EXPERTS)
-        if count < 1:
-            raise ValueError(f"config.json: num_local_experts={count} must be at least 1")
-        experts = ExpertsConfig(
-            count,
-            read_per_token(_agreeing(keys), count),
-            keys["intermediate_size"],
-            softmax="after",
+    def _read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        experts = experts_of_all_layers(
+            _agreeing(keys),
+            128,
             has_biases=True,
             swiglu_limit=float(number(keys, "swiglu_limit")),
             swiglu_alpha=float(number(keys, "swiglu_alpha")),
         )
-        fields = {"experts": experts, "attention_sinks": True}
-        return super().read_mathematics(keys) | fields
+        return super()._read_mathematics(keys) | experts
 
-    def write_mathematics(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family`."""
+    def _write_mathematics(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         experts: ExpertsConfig | None = fields["experts"]
-        keys = super().write_mathematics(fields)
+        keys = super()._write_mathematics(fields)
         if experts is None:
             return keys
         return {
@@ -56,17 +46,13 @@ class GptOss(Alternating):
             "swiglu_alpha": experts.swiglu_alpha,
         }
 
-    def read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
-        """See `Family`."""
-        del head_dim
-        given = rope.merged(hf)
+    def _rope_keys(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        given = super()._rope_keys(hf)
         # As in transformers, an empty `rope_scaling` counts as missing; empty `rope_parameters`
         # do not.
         if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
             given = {**_USUAL_ROPE, **given}
-        found = rope.parse(given, max_length, theta=_THETA)
-        self._require_whole(found)
-        return {"rope_theta": found.theta, "rope_scaling": found.scaling, "rotary_dim": None}
+        return given
 
 
 def _agreeing(keys: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -107,4 +93,6 @@ GPT_OSS = GptOss(
         "mlp.experts.down_proj": ("mlp", "down_proj"),
     },
     experts_in_one=True,
+    fields={"attention_sinks": True},
+    rope_theta=150_000.0,
 )

@@ -14,23 +14,14 @@ _OLD_NAMES = ("su", "yarn")
 class Phi3(Family):
     """Has RoPE's original length outside of the object that describes the rest of RoPE."""
 
-    def read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
-        """See `Family`."""
-        given = rope.merged(hf)
+    def _rope_keys(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        given = super()._rope_keys(hf)
         if given.get("rope_type") in _OLD_NAMES:
             given["rope_type"] = "longrope"
-        found = rope.parse(given, max_length, ("default", "longrope"), original=4096)
-        return {
-            "rope_theta": found.theta,
-            "rope_scaling": found.scaling,
-            "rotary_dim": None if found.partial == 1 else int(head_dim * found.partial),
-        }
+        return given
 
-    def write_rope(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family`."""
-        keys, turned = super().write_rope(fields), fields["rotary_dim"]
-        partial = 1.0 if turned is None else turned / fields["head_dim"]
-        keys[rope.PARTIAL] = keys["rope_parameters"][rope.PARTIAL] = partial
+    def _write_rope(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        keys = super()._write_rope(fields)
         scaled = keys.get("rope_scaling")
         if scaled:
             # transformers 4 expects exactly these keys here, and the length outside.
@@ -50,4 +41,7 @@ PHI3 = Phi3(
         "mlp.gate_up_proj": (("mlp", "gate_proj"), ("mlp", "up_proj")),
         **{name: LINEARS[name] for name in ("self_attn.o_proj", "mlp.down_proj")},
     },
+    rope_kinds=("default", "longrope"),
+    rope_original=4096,
+    rotates_parts=True,
 )

@@ -34,6 +34,7 @@ _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
 }
+KINDS = tuple(_KINDS)
 _NO_NUMBERS = {"short_factor", "long_factor", "truncate"}
 # Keys of every kind; "finetuned" says how a model was made.
 _COMMON = {"rope_type", "type", THETA, PARTIAL, ORIGINAL, "finetuned"}
@@ -50,16 +51,14 @@ class RopeKeys(NamedTuple):
 def parse(
     given: Mapping[str, Any],
     max_length: int,
-    kinds: Sequence[str] = tuple(_KINDS),
+    kinds: Sequence[str] = KINDS,
     *,
     theta: float = 10000.0,
     original: int | None = None,
 ) -> RopeKeys:
     """Reads the keys that `merged` returns; `theta` and `original` count where the file has none.
 
-    `original` is the length of the first training, by default `max_length`. Raises
-    NotImplementedError for an unsupported kind or option; ValueError if a key is missing or wrong,
-    or two disagree.
+    `original` is the length of the first training, by default `max_length`.
     """
     kind = given.get("rope_type", "default")
     if kind not in tuple(kinds):
@@ -100,11 +99,7 @@ def write(theta: float, scaling: RopeScaling | None, max_length: int) -> dict[st
 
 
 def merged(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys from all places in a `config.json`, with `rope_type` for either of its names.
-
-    Raises NotImplementedError if layers have several rotary embeddings, ValueError if places
-    disagree.
-    """
+    """The keys from all places in a `config.json`, with `rope_type` for either of its names."""
     new, old = _object(hf, "rope_parameters"), _object(hf, "rope_scaling")
     # A `rope_scaling` that was added to a file of transformers 5 is meant to count.
     if new.get("rope_type", "default") == "default" and "rope_type" in old:

@@ -1,51 +1,31 @@
-"""The families there are. A new one is a file of its own and a line here."""
+"""The families there are. A new one is an object in a file beside this one, and a name here."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from turbojax.models.families.base import Family
+from turbojax.models.families.base import Family, Whole
 from turbojax.models.families.cohere2 import COHERE2
-from turbojax.models.families.deepseek_v2 import DEEPSEEK_V2
-from turbojax.models.families.deepseek_v3 import DEEPSEEK_V3
-from turbojax.models.families.gemma2 import GEMMA2
-from turbojax.models.families.gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
-from turbojax.models.families.glm import GLM
-from turbojax.models.families.glm4 import GLM4
+from turbojax.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from turbojax.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES
+from turbojax.models.families.glm import GLM, GLM4
 from turbojax.models.families.gpt_oss import GPT_OSS
-from turbojax.models.families.granite import GRANITE
-from turbojax.models.families.llama import LLAMA
-from turbojax.models.families.mistral import MISTRAL
-from turbojax.models.families.mistral3 import MISTRAL3
-from turbojax.models.families.mixtral import MIXTRAL
-from turbojax.models.families.olmo2 import OLMO2
+from turbojax.models.families.llama import (
+    GRANITE,
+    LLAMA,
+    MISTRAL,
+    MISTRAL3,
+    MIXTRAL,
+    OLMO2,
+    SMOLLM3,
+)
 from turbojax.models.families.phi3 import PHI3
-from turbojax.models.families.qwen2 import QWEN2
-from turbojax.models.families.qwen3 import QWEN3
-from turbojax.models.families.qwen3_moe import QWEN3_MOE
-from turbojax.models.families.smollm3 import SMOLLM3
-from turbojax.models.families.whole import Whole
+from turbojax.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
-        LLAMA,
-        MISTRAL,
-        MIXTRAL,
-        QWEN2,
-        QWEN3,
-        QWEN3_MOE,
-        PHI3,
-        GEMMA2,
-        GEMMA3,
-        OLMO2,
-        SMOLLM3,
-        GRANITE,
-        COHERE2,
-        GLM,
-        GLM4,
-        GPT_OSS,
-        DEEPSEEK_V2,
-        DEEPSEEK_V3,
+        *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, PHI3, GEMMA2, GEMMA3, OLMO2),
+        *(SMOLLM3, GRANITE, COHERE2, GLM, GLM4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3),
     )
 }
 """By `model_type`, in the order in which errors list them."""

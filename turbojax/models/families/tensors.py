@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from turbojax.models.config import TransformerConfig
-from turbojax.models.families.base import Path
-from turbojax.models.families.latent import LatentConfig
+from turbojax.models.families.base import Path, tensors_of_text
+from turbojax.models.families.layers import LatentConfig
 from turbojax.models.families.table import FAMILIES, whole_of
-from turbojax.models.families.whole import text_tensors as tensors_of_text
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -21,7 +21,7 @@ from turbojax.caches import (
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.tensor_parallel.caches import check_batch, whole_slots
+from turbojax.models.tensor_parallel.specs import check_batch, whole_slots
 from turbojax.models.transformer import Transformer
 from turbojax.numerics.config import TurboConfig
 from turbojax.sharding import Axes
@@ -91,10 +91,7 @@ _KindT = TypeVar("_KindT")
 
 
 def with_edges(between: _KindT, edge: _KindT, count: int, num_layers: int) -> tuple[_KindT, ...]:
-    """`edge` for the first and last `count` layers, `between` for the others.
-
-    Raises ValueError if there are no others.
-    """
+    """`edge` for the first and last `count` layers, `between` for the others."""
     if 2 * count >= num_layers:
         raise ValueError(
             f"{count} layers at either end, uncompressed, must leave some of the model's "
@@ -122,11 +119,7 @@ def with_uncompressed(
 
 
 def kinds_of_layers(cache: ModelCacheKind, num_layers: int) -> tuple[CacheKind, ...]:
-    """The kind of every layer's cache.
-
-    Raises ValueError if no layer would be compressed, see `UncompressedEdges`, or if a tuple has
-    not one kind for every layer or holds an unknown one.
-    """
+    """The kind of every layer's cache."""
     if isinstance(cache, UncompressedEdges):
         return cache.of_layers(num_layers)
     if not isinstance(cache, tuple):
@@ -226,7 +219,9 @@ def init_caches(
         windows = (None,) * len(kinds)
     return ModelCaches(
         tuple(
-            _empty_layer(size, kind, model.dtype, window, axes)
+            _one_device(size, kind, model.dtype, window)
+            if axes is None
+            else _init(size, kind, model.dtype, window, axes)
             for size, kind, window in zip(sizes, kinds, windows, strict=True)
         )
     )
@@ -245,8 +240,7 @@ def _require_latents(kinds: Sequence[CacheKind], axes: Axes) -> None:
 def widths_of(config: TransformerConfig, kind: CacheKind) -> tuple[int, int, int | None]:
     """What a layer's cache of this kind holds of a token: KV heads, their channels, and None.
 
-    A cache of latents holds 1, ``C + R`` and R, the channels that rotary embeddings turn. Raises
-    ValueError if `kind` is unknown, or one of latents and the model has none.
+    A cache of latents holds 1, ``C + R`` and R, the channels that rotary embeddings turn.
     """
     if not kind_for(kind).has_latents:
         return config.num_kv_heads, config.head_dim, None
@@ -290,12 +284,3 @@ def _init(
 
 # One program for each size, instead of one for each array.
 _one_device = functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))(_init)
-
-
-def _empty_layer(
-    sizes: _Sizes, kind: CacheKind, dtype: np.dtype, window: int | None, axes: Axes | None
-) -> LayerCache:
-    if axes is None:
-        empty: LayerCache = _one_device(sizes, kind, dtype, window)
-        return empty
-    return _init(sizes, kind, dtype, window, axes)

@@ -79,11 +79,7 @@ class AllowedTokensState:
         self._tokens: tuple[int, ...] = ()
 
     def allowed(self) -> np.ndarray:
-        """The tokens that may come next, see `ConstraintState.allowed`.
-
-        Raises TypeError or ValueError if the callback returns what is not `Allowed`, such as a
-        token outside the vocabulary.
-        """
+        """The tokens that may come next, see `ConstraintState.allowed`."""
         return pack(_bools(self._constraint.callback(self._tokens), self._constraint.vocab_size))
 
     def accept(self, token: int) -> None:
@@ -104,10 +100,7 @@ def words_of(vocab_size: int) -> int:
 
 
 def pack(allowed: np.ndarray) -> np.ndarray:
-    """Bools ``[V]`` as the bits of words uint32 ``[ceil(V / 32)]``; bits from V on are 0.
-
-    Raises TypeError unless `allowed` is an array of bools, and ValueError unless it has one axis.
-    """
+    """Bools ``[V]`` as the bits of words uint32 ``[ceil(V / 32)]``; bits from V on are 0."""
     if (kind := getattr(allowed, "dtype", type(allowed).__name__)) != np.bool_:
         raise TypeError(f"allowed is of {kind}, must be an array of bool")
     if allowed.ndim != 1:

@@ -20,7 +20,7 @@ from turbojax.models.decoder import Decoder, for_length, unstack
 from turbojax.models.generation.caching import ModelCaches
 from turbojax.models.generation.session import Session
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.tensor_parallel.caches import check_batch, whole_slots
+from turbojax.models.tensor_parallel.specs import check_batch, whole_slots
 from turbojax.models.tensor_parallel.storing import joined, split
 from turbojax.models.transformer import Transformer
 from turbojax.rotary import LongRopeScaling

@@ -11,18 +11,18 @@ import numpy as np
 from turbojax import _checks
 from turbojax.caches import PooledAttention, kinds
 from turbojax.models.decoder import Decoder, for_length, unstack, warn_of_long_factors
-from turbojax.models.generation.buckets import cache_bucket, prompt_bucket
 from turbojax.models.generation.caching import ModelCacheKind, ModelCaches, init_caches
 from turbojax.models.generation.padding import (
     Prompts,
     align,
+    cache_bucket,
     check_pad_token,
     check_prompts,
     check_tokens,
     host_int32,
+    prompt_bucket,
     prompts_of_width,
 )
-from turbojax.models.generation.parts import choose, joined, parts
 from turbojax.models.generation.sampling import (
     GREEDY,
     NOTHING,
@@ -30,7 +30,7 @@ from turbojax.models.generation.sampling import (
     kind_of,
     sampling_rows,
 )
-from turbojax.models.generation.steps import decode_step, run_prompts
+from turbojax.models.generation.steps import choose, decode_step, joined, parts, run_prompts
 from turbojax.models.generation.stopping import Endings, check_stops
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import Tokenizer
@@ -391,7 +391,7 @@ def generate(
     XLA compiles two programs, for the prompts and for a step, anew for each batch size, size of
     prompts and size of caches. So that few calls compile, the longest prompt's length, to which all
     are padded, and `max_new_tokens` are rounded up to a few sizes, see
-    `turbojax.models.generation.buckets`: by less than 64 tokens or a quarter. Caches take memory
+    `turbojax.models.generation.padding`: by less than 64 tokens or a quarter. Caches take memory
     for the sum of both, at most for the model's `max_length`. Texts are those of exact sizes, as
     `start` and `stream` give them, but for rounding: where tokens are equally likely to the last
     bit.

@@ -13,7 +13,7 @@ class TextStream:
 
     `decode` is that of the tokens after the prompt, see `Tokenizer.stream`. `text` is all of it so
     far, including what `add` still holds back; `stopped` says that a stop text, no part of it, has
-    come. Raises what `check_stop_strings` does.
+    come.
     """
 
     def __init__(self, decode: Decode, stop_strings: Iterable[str] = ()) -> None:
@@ -60,7 +60,6 @@ class Endings:
     """Which sequences of a batch have ended: `ended`, bool ``[B]``.
 
     `prompts` are the tokens of every sequence so far; the tokenizer is for `stop_strings` only.
-    Raises what `check_stops` does.
     """
 
     def __init__(
@@ -92,8 +91,7 @@ def check_stops(
     """The stop tokens as Python integers, and the stop texts.
 
     A text that is written like a special token also adds that token, because decoded text does not
-    show it. Raises what `check_stop_strings` does, TypeError for a token that is not an integer,
-    and ValueError for texts without a tokenizer.
+    show it.
     """
     tokens, strings = tuple(stop_tokens), check_stop_strings(stop_strings)
     for token in tokens:

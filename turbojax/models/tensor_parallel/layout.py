@@ -1,4 +1,4 @@
-"""The sizes of each device's part of a model: no arrays.
+"""What each device has of a model: sizes, numbers of rows, and its part of the logits.
 
 Heads and hidden sizes are split over the axes of heads and, where there are more devices than KV
 heads, those of the sequence too (Megatron-LM, Shoeybi et al., 2019): projections of queries and
@@ -10,9 +10,12 @@ devices have the same work whatever the router chooses, and no token travels.
 import dataclasses
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from turbojax.matmul.int4.parts import NOTHING
 from turbojax.models.config import TransformerConfig
 from turbojax.sharding import Axes
 
@@ -31,12 +34,7 @@ def parts(axes: Axes | None) -> int:
 
 
 def check_axes(config: TransformerConfig, axes: Axes) -> None:
-    """Checks that a model's heads can be split.
-
-    Raises:
-      ValueError: naming the heads and the number of devices, if they cannot be divided.
-      NotImplementedError: if a sequence axis splits KV heads too and a device would have several.
-    """
+    """Checks that a model's heads can be split."""
     count, over_heads = parts(axes), axes.size("heads")
     if config.num_heads % count:
         raise ValueError(
@@ -65,7 +63,7 @@ def axes_of_model(config: TransformerConfig, axes: Axes) -> Axes:
 
     Where the axis of heads has more devices than there are KV heads, the rest of them goes to the
     axis of the sequence: ``model=8`` becomes ``model=2, sequence=4`` with 2 KV heads. That needs
-    one axis of heads and at most one of the sequence. Raises what `check_axes` does.
+    one axis of heads and at most one of the sequence.
     """
     mesh = axes.require_mesh()
     if not isinstance(mesh, Mesh):
@@ -179,3 +177,71 @@ def _resized(
         intermediate_size=of(config.intermediate_size),
         experts=experts,
     )
+
+
+def qkv_outputs(config: TransformerConfig, axes: Axes, index: int) -> np.ndarray:
+    """The outputs of joined query, key and value projections of device `index` of `hidden_axes`."""
+    width = config.head_dim
+    queries = config.num_heads * width // parts(axes)
+    keys = config.num_kv_heads // axes.size("heads") * width
+    key = config.num_heads * width + index // axes.size("sequence") * keys + np.arange(keys)
+    query = index * queries + np.arange(queries)
+    return np.concatenate([query, key, key + config.num_kv_heads * width])
+
+
+def channels(size: int, each: int, index: int) -> np.ndarray:
+    """The numbers of device `index`'s `each` channels out of `size`; `NOTHING` past the end."""
+    found = index * each + np.arange(each)
+    return np.where(found < size, found, NOTHING)
+
+
+def picked(x: jax.Array, rows: np.ndarray) -> jax.Array:
+    """Rows of an array, zeros for `NOTHING`."""
+    found = x[np.maximum(rows, 0)]
+    there = jnp.asarray(rows >= 0).reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(there, found, jnp.zeros_like(found))
+
+
+def gather_logits(logits: jax.Array, vocab_size: int, axes: Axes | None) -> jax.Array:
+    """All logits ``[..., V]`` from each device's ``[..., V / n]``, V rounded up, in `shard_map`."""
+    over = hidden_axes(axes)
+    if not over:
+        return logits
+    whole = jax.lax.all_gather(logits, over, axis=logits.ndim - 1, tiled=True)
+    return whole[..., :vocab_size]
+
+
+def mask_padding(logits: jax.Array, config: TransformerConfig, axes: Axes | None) -> jax.Array:
+    """A device's logits ``[..., V / n]`` with -inf where it has no token; see `gather_logits`."""
+    over = hidden_axes(axes)
+    if not over:
+        return logits
+    there = first_token(logits, over) + jnp.arange(logits.shape[-1]) < config.vocab_size
+    return jnp.where(there.reshape((1,) * (logits.ndim - 1) + there.shape), logits, -jnp.inf)
+
+
+def first_token(logits: jax.Array, over: tuple[str, ...]) -> jax.Array:
+    """The number of the device's first token, int32."""
+    return jax.lax.axis_index(over) * logits.shape[-1]
+
+
+def likeliest(logits: jax.Array, axes: Axes | None) -> tuple[jax.Array, jax.Array]:
+    """The largest logit float32 ``[...]`` and its token int32, the same on all devices.
+
+    As `jnp.argmax` of all logits: of equal logits the first counts, and where one is NaN the first
+    NaN. Takes a device's logits ``[..., V / n]`` and one collective of two numbers a row, in
+    `shard_map`.
+    """
+    over = hidden_axes(axes)
+    mine = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    best = jnp.take_along_axis(logits, mine[..., None], axis=-1)[..., 0]
+    if not over:
+        return best, mine
+    mine = mine + first_token(logits, over)
+    # In one array, of integers: as floats tokens would be denormal numbers.
+    both = jnp.stack([jax.lax.bitcast_convert_type(best, jnp.int32), mine])
+    both = jax.lax.all_gather(both, over)
+    every = jax.lax.bitcast_convert_type(both[:, 0], jnp.float32)
+    device = jnp.argmax(every, axis=0)[None]
+    best, token = (jnp.take_along_axis(x, device, axis=0)[0] for x in (every, both[:, 1]))
+    return best, token

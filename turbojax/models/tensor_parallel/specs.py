@@ -1,10 +1,14 @@
-"""How every array of a decoder, and of its caches, is split over a mesh."""
+"""How every array of a decoder and of its caches is split over a mesh, and made of its parts."""
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from turbojax.models.config import TransformerConfig
@@ -89,7 +93,7 @@ def spec_of(
 def int4_spec_of(
     path: tuple[str, ...], ndim: int, config: TransformerConfig, axes: Axes
 ) -> PartitionSpec:
-    """How an array of a `QuantizedDecoder` is split: by devices, see `quantized_parts.local_layer`.
+    """How an array of a `QuantizedDecoder` is split: by devices, see `placing.local_layer`.
 
     `path` is as ``("qkv", "weight", "codes")``, or ``("mlp", "down", "codes")`` of experts.
     """
@@ -163,3 +167,97 @@ def _split(axis: int, ndim: int, names: tuple[str, ...]) -> PartitionSpec:
 
 def _name(key: Any) -> str:
     return key.name if isinstance(key, GetAttrKey) else str(key.key)
+
+
+def owners(axes: Axes) -> dict[int, list[jax.Device]]:
+    """The devices of this process, by their number along `hidden_axes`."""
+    mesh = axes.require_mesh()
+    assert isinstance(mesh, Mesh)
+    names = list(mesh.axis_names)
+    over = [names.index(name) for name in hidden_axes(axes)]
+    shape = [mesh.devices.shape[axis] for axis in over]
+    found: dict[int, list[jax.Device]] = {}
+    for place in np.ndindex(*mesh.devices.shape):
+        device: Any = mesh.devices[place]
+        if device.process_index == jax.process_index():
+            number = int(np.ravel_multi_index([place[axis] for axis in over], shape)) if over else 0
+            found.setdefault(number, []).append(device)
+    return found
+
+
+def assemble(part: Callable[[int], Any], specs: Callable[[Any], Any], axes: Axes) -> Any:
+    """Global arrays from what each device has, following each other along the axes the specs name.
+
+    `part` returns the arrays of the device with this number along `hidden_axes`, a pytree that is
+    alike for all, and is called once for each number of which this process has a device. `specs`
+    gives that pytree with a `PartitionSpec` in place of each array.
+    """
+    held: dict[jax.Device, list[jax.Array]] = {}
+    tree: Any = None
+    for number, devices in owners(axes).items():
+        mine = part(number)
+        leaves, found = jax.tree.flatten(mine)
+        if tree is None:
+            tree, wanted = found, jax.tree.leaves(specs(mine))
+        elif found != tree:
+            raise ValueError(f"parts must be alike, but part {number} is {found}, not {tree}")
+        for device in devices:
+            held[device] = [jax.device_put(leaf, device) for leaf in leaves]
+    arrays = [
+        _join([own[i] for own in held.values()], NamedSharding(axes.require_mesh(), spec))
+        for i, spec in enumerate(wanted)
+    ]
+    return jax.tree.unflatten(tree, arrays)
+
+
+def _join(parts: list[jax.Array], sharding: NamedSharding) -> jax.Array:
+    """The global array of the parts of this process's devices."""
+    sizes = sharding.mesh.shape
+    shape = list(parts[0].shape)
+    for axis, names in enumerate(sharding.spec):
+        shape[axis] *= math.prod(sizes[x] for x in axes_named(names))
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
+
+
+def axes_named(names: Any) -> tuple[str, ...]:
+    """The axes of a mesh that one entry of a spec names."""
+    return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def init_split(make: Callable[[], Any], axes: Axes) -> Any:
+    """The caches that each device makes for itself, as one: no device holds more than its part.
+
+    `make`, for the sequences and KV heads of one device, must be hashable, and equal to others that
+    make the same.
+    """
+    return jax.shard_map(
+        make,
+        mesh=axes.require_mesh(),
+        in_specs=(),
+        out_specs=cache_specs(jax.eval_shape(make), axes),
+        check_vma=False,
+    )()
+
+
+def whole_slots(max_length: int, slots: Iterable[int], axes: Axes | None) -> int:
+    """The next length of caches that gives all devices of the sequence's axis as many slots.
+
+    `slots` says how many tokens a slot of each layer holds.
+    """
+    count = 1 if axes is None else axes.size("sequence")
+    if count == 1:
+        return max_length
+    multiple = count * math.lcm(*slots)
+    return -(-max_length // multiple) * multiple
+
+
+def check_batch(batch_size: int, axes: Axes | None) -> None:
+    """Raises ValueError unless there are as many sequences on all devices."""
+    count = 1 if axes is None else axes.size("batch")
+    if batch_size % count:
+        assert axes is not None
+        raise ValueError(
+            f"{batch_size} sequences must be a multiple of {count}, the devices of the axes "
+            f"{axes.of_dimension('batch')}"
+        )

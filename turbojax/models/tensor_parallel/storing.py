@@ -20,10 +20,7 @@ from turbojax.sharding.specs import axes_of, shardings
 
 
 def joined(cache: Any, axes: Axes) -> Any:
-    """A layer's split cache of any kind as one device would have it, in host memory.
-
-    Raises NotImplementedError if some of the devices belong to another process.
-    """
+    """A layer's split cache of any kind as one device would have it, in host memory."""
     for x in jax.tree.leaves(cache):
         if not x.is_fully_addressable:
             raise NotImplementedError(
@@ -39,8 +36,7 @@ def joined(cache: Any, axes: Axes) -> Any:
 def split(cache: Any, axes: Axes) -> Any:
     """The inverse of `joined`: the cache of one device on the devices of a mesh.
 
-    Its pages are in the order of sequences, and its length is one of `caches.whole_slots`. Raises
-    ValueError if it cannot be split evenly, or keeps only a window where tokens are split.
+    Its pages are in the order of sequences, and its length is one of `specs.whole_slots`.
     """
     if axes.size("sequence") > 1 and getattr(cache, "is_ring", False):
         raise ValueError(

@@ -266,7 +266,7 @@ def _environment() -> Any:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
     return environment
 
 
@@ -281,7 +281,3 @@ def _to_json(
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)

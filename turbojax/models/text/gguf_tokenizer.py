@@ -88,11 +88,7 @@ _SPLITS: Mapping[str, _Split] = {
 
 
 def read(file: Path) -> Parts:
-    """The tokenizer of a GGUF file.
-
-    Raises ImportError if the package `tokenizers` is missing, NotImplementedError for another kind
-    or way of splitting texts, ValueError if the metadata are wrong.
-    """
+    """The tokenizer of a GGUF file."""
     try:
         import tokenizers  # noqa: F401 - asked for before anything is read
     except ImportError as error:

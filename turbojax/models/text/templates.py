@@ -193,15 +193,12 @@ def _check_arguments(
         _check_format(own[0] if own else "")
     texts = (*own, *args)[:3]
     if name == "replace" and len(texts) == 3 and all(isinstance(x, str) for x in texts):
-        budget.take(_replaced_size(*texts))
+        text, old, new = texts
+        budget.take(len(text) + text.count(old) * max(len(new) - len(old), 0))
     elif name in _MULTIPLYING:
         # The two longest: the text that is put in, and the one it is put into.
         sizes = sorted(1 + _measure((x,)) for x in (*own, *given))[-2:]
         budget.take(math.prod(sizes))
-
-
-def _replaced_size(text: str, old: str, new: str) -> int:
-    return len(text) + text.count(old) * max(len(new) - len(old), 0)
 
 
 def _check_operands(operator: str, left: Any, right: Any) -> None:

@@ -28,8 +28,7 @@ def token_bytes(tokenizer: Any, size: int) -> TokenBytes:
 
     Two ways of writing bytes as tokens are known: byte-level ones, introduced with GPT-2, whose
     characters each stand for a byte; and those of SentencePiece, whose spaces are U+2581, and where
-    the token ``<0x0A>`` is a byte. Raises NotImplementedError, naming the decoder, for other ways.
-    `size` includes numbers that no token has.
+    the token ``<0x0A>`` is a byte. `size` includes numbers that no token has.
     """
     steps = list(_steps(json.loads(tokenizer.to_str())["decoder"]))
     kinds = {step["type"] for step in steps}

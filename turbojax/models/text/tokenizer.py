@@ -14,12 +14,11 @@ from turbojax.models.checkpoint.gguf import smollm2
 from turbojax.models.families import text_part
 from turbojax.models.text import gguf_tokenizer as _gguf_tokenizer
 from turbojax.models.text import tokenizer_file as _tokenizer_file
-from turbojax.models.text import tokenizer_settings as _settings
 from turbojax.models.text.special_text import Segment, SegmentEncoder, SpecialTexts
 from turbojax.models.text.token_bytes import TokenBytes, token_bytes
-from turbojax.models.text.tokenizer_settings import CHAT_TEMPLATE_NAME as CHAT_TEMPLATE_NAME
-from turbojax.models.text.tokenizer_settings import CHAT_TEMPLATES_FOLDER as CHAT_TEMPLATES_FOLDER
-from turbojax.models.text.tokenizer_settings import ChatTemplate as ChatTemplate
+from turbojax.models.text.tokenizer_file import CHAT_TEMPLATE_NAME as CHAT_TEMPLATE_NAME
+from turbojax.models.text.tokenizer_file import CHAT_TEMPLATES_FOLDER as CHAT_TEMPLATES_FOLDER
+from turbojax.models.text.tokenizer_file import ChatTemplate as ChatTemplate
 
 TOKENIZER_NAME = "tokenizer.json"
 BYTES = 256
@@ -209,7 +208,7 @@ class JsonTokenizer:
         else:
             folder = given if given.is_dir() else given.parent
             self._file = _folder.find(folder, TOKENIZER_NAME) if given.is_dir() else given
-            parts = _settings.read_folder(self._file, folder)
+            parts = _tokenizer_file.read_folder(self._file, folder)
         self._tokenizer = parts.tokenizer
         known = self._tokenizer.get_vocab(with_added_tokens=True)
         # Some numbers may be unused, so this can be more than there are tokens.
@@ -340,8 +339,10 @@ def _load_tokenizer(folder: Path, place: Path, vocab_size: int | None) -> Tokeni
     if os.path.lexists(file := _folder.find(folder, TOKENIZER_NAME)):
         tokenizer = JsonTokenizer(folder)
         if vocab_size is None:
-            vocab_size = _vocab_size(place, _settings.read_object(place / _folder.CONFIG_NAME))
-        return _fitting(tokenizer, vocab_size, f"{file} and {_settings.CONFIG_NAME}")
+            vocab_size = _vocab_size(
+                place, _tokenizer_file.read_object(place / _folder.CONFIG_NAME)
+            )
+        return _fitting(tokenizer, vocab_size, f"{file} and {_tokenizer_file.CONFIG_NAME}")
     if (folder / _SENTENCEPIECE_NAME).is_file():
         raise ValueError(
             f"{str(folder)!r} holds {_SENTENCEPIECE_NAME} and no {TOKENIZER_NAME}: "
@@ -354,7 +355,7 @@ def _load_tokenizer(folder: Path, place: Path, vocab_size: int | None) -> Tokeni
         raise ValueError(
             f"{str(folder)!r} must hold {TOKENIZER_NAME}, or a vocab_size in its config.json"
         )
-    ends = _settings.ends(folder, None)
+    ends = _tokenizer_file.ends(folder, None)
     return ByteTokenizer(ends) if vocab_size == BYTES else NumberTokenizer(vocab_size, ends)
 
 
@@ -370,11 +371,11 @@ def _fitting(tokenizer: JsonTokenizer, vocab_size: int | None, source: object) -
 
 def _vocab_size(folder: Path, config: Mapping[str, Any]) -> int | None:
     size = config.get("vocab_size")
-    if size is None or (type(size) is int and 0 < size <= _settings.LARGEST_TOKEN):
+    if size is None or (type(size) is int and 0 < size <= _tokenizer_file.LARGEST_TOKEN):
         return size
     raise ValueError(
         f"{folder / _folder.CONFIG_NAME}: vocab_size={_json.shown(size)} must be an integer "
-        f"of 1 to {_settings.LARGEST_TOKEN}"
+        f"of 1 to {_tokenizer_file.LARGEST_TOKEN}"
     )
 
 

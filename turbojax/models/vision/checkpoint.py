@@ -14,12 +14,11 @@ from jax.typing import DTypeLike
 from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint.weights import check_dtype, require_floats
 from turbojax.models.config import stored_dtype
-from turbojax.models.families.gemma3 import GEMMA3_WITH_IMAGES
+from turbojax.models.families.base import VISION_PARTS
+from turbojax.models.families.gemma import GEMMA3_WITH_IMAGES
 from turbojax.models.families.table import whole_of
-from turbojax.models.families.whole import VISION_PARTS
 from turbojax.models.vision.config import VISION, VisionConfig
-from turbojax.models.vision.model import VisionModel
-from turbojax.models.vision.preprocessing import read_preprocessing
+from turbojax.models.vision.model import VisionModel, read_preprocessing
 
 FOLDER = "vision"
 """The folder within that of a text model alone in which `load_vision` looks for images' part."""
@@ -60,10 +59,7 @@ def load_vision(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None)
 
 
 def has_vision(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint, a folder or a GGUF file, has a part that `load_vision` may read.
-
-    Raises OSError or ValueError if there is no `config.json`, or it cannot be parsed.
-    """
+    """Whether a checkpoint, a folder or a GGUF file, has a part that `load_vision` may read."""
     hf = _folder.read_config(_own_folder(Path(path)))
     return VISION in hf and whole_of(hf) is GEMMA3_WITH_IMAGES
 

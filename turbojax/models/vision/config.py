@@ -7,10 +7,10 @@ from typing import Any
 
 from turbojax._json import shown, shown_name
 from turbojax._pytrees import static
-from turbojax.models.families.gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
+from turbojax.models.families.base import TEXT
+from turbojax.models.families.gemma import GEMMA3, GEMMA3_WITH_IMAGES
 from turbojax.models.families.keys import HARMLESS, integer, number
 from turbojax.models.families.table import whole_of
-from turbojax.models.families.whole import TEXT
 
 VISION = "vision_config"
 """The key of `config.json` that holds the tower's own."""

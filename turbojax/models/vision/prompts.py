@@ -52,8 +52,7 @@ def encode_with_images(
 ) -> list[int]:
     """The tokens of a text in pieces, see `JsonTokenizer.encode_segments`.
 
-    Each special token ``"<start_of_image>"`` becomes what `image_prompt` makes of it. Raises
-    ValueError as both.
+    Each special token ``"<start_of_image>"`` becomes what `image_prompt` makes of it.
     """
     meant = _texts(tokenizer)[0], True
     image = _image(tokenizer, config)

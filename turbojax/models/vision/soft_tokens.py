@@ -120,7 +120,7 @@ def placed(
 def among(images: Images, tokens: jax.Array, width: int) -> tuple[jax.Array, SoftTokens]:
     """What `placed` and `soft_tokens` give, of tokens ``[B, T]`` that may be traced.
 
-    Only tokens that are not traced are checked. Raises TypeError or ValueError.
+    Only tokens that are not traced are checked.
     """
     check_images(images, width)
     is_image = tokens == images.token_id

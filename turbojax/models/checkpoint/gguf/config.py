@@ -104,8 +104,9 @@ class _Config:
             "torch_dtype": _dtype(self.header),
             **self.tokens(),
             **self.rope(head_dim, sizes["max_position_embeddings"]),
-            **getattr(self, f"_{self.architecture}")(sizes, head_dim),
         }
+        own = getattr(self, f"_{self.architecture}", None)
+        found |= own(sizes, head_dim) if own else {}
         if self.architecture == "phi3":
             # Phi-3 has no such key: its heads share the width evenly.
             del found["head_dim"]
@@ -292,12 +293,6 @@ class _Config:
             return {"model_type": "mistral", "sliding_window": window}
         inner = "blk.0.ffn_up.bias" in self.header.tensors
         return {"attention_bias": has_bias, "mlp_bias": inner}
-
-    def _qwen2(self, sizes: Mapping[str, int], head_dim: int) -> dict[str, Any]:
-        return {}
-
-    def _qwen3(self, sizes: Mapping[str, int], head_dim: int) -> dict[str, Any]:
-        return {}
 
     def _phi3(self, sizes: Mapping[str, int], head_dim: int) -> dict[str, Any]:
         return {"sliding_window": self.window()}

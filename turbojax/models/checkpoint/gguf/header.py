@@ -95,11 +95,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 def read(file: Path) -> Header:
-    """The header of a file, which is cached until the file changes.
-
-    Raises NotImplementedError for another version, an unsupported type of tensors or a model split
-    into several files; ValueError if it is no GGUF file or was cut short.
-    """
+    """The header of a file, which is cached until the file changes."""
     if not file.exists():
         raise FileNotFoundError(f"there is no file {str(file)!r}")
     return _read(file, _writing.version(file.stat()))

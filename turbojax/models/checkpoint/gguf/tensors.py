@@ -206,11 +206,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def stored(file: Path) -> dict[str, Stored]:
-    """The tensors of a file by Hugging Face's names, in the order in which they lie there.
-
-    Raises ImportError if the package `gguf` is missing, ValueError for an unknown name or more than
-    two axes.
-    """
+    """The tensors of a file by Hugging Face's names, in the order in which they lie there."""
     header = _header.read(file)
     architecture = header.metadata.get(_config.ARCHITECTURE)
     inside = _INSIDE.get(architecture) if isinstance(architecture, str) else None
@@ -218,7 +214,8 @@ def stored(file: Path) -> dict[str, Stored]:
         read_config(file)  # raises an error that says what is wrong
         raise AssertionError(architecture)
     assert isinstance(architecture, str)
-    need_gguf(file)
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError(f"{file} needs the package gguf: {_extras.install('gguf')}")
     found: dict[str, Stored] = {}
     for name, place in sorted(header.tensors.items(), key=lambda item: item[1].begin):
         if name in _FACTORS:
@@ -244,12 +241,6 @@ def stored(file: Path) -> dict[str, Stored]:
             raise ValueError(f"{file} holds {shown_name(name)} twice")
         found[target] = tensor
     return found
-
-
-def need_gguf(file: Path) -> None:
-    """Raises ImportError, saying how to install it, if the package `gguf` is missing."""
-    if importlib.util.find_spec("gguf") is None:
-        raise ImportError(f"{file} needs the package gguf: {_extras.install('gguf')}")
 
 
 def _heads(header: Header, key: str, place: Place, name: str) -> int:

@@ -7,6 +7,6 @@ here. GGUF's Q4_0, codes in bytes beside their scale, can be asked for too. `rea
 `QuantizedDecoder` of such a folder or file.
 """
 
-from turbojax.models.checkpoint.packed.formats import METHODS as METHODS
 from turbojax.models.checkpoint.packed.q4_0 import Q40 as Q40
+from turbojax.models.checkpoint.packed.reading import METHODS as METHODS
 from turbojax.models.checkpoint.packed.reading import read as read

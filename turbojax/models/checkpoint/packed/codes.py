@@ -139,8 +139,7 @@ def grouped(
     """A layer whose inputs may be in any groups, reordered so that those of a group are neighbours.
 
     `codes` are int8 ``[N, K]``, `scales` ``[N, G]``, and `groups` int ``[K]`` the group of each
-    input, None where each run of `group_size` is one. Raises ValueError unless every group has
-    `group_size` inputs.
+    input, None where each run of `group_size` is one.
     """
     if groups is None:
         return Codes(codes, scales, zeros, group_size)

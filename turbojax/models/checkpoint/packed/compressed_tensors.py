@@ -96,10 +96,7 @@ class CompressedTensors:
 
 
 def parse(block: Block) -> CompressedTensors:
-    """Reads a `quantization_config` of ``"compressed-tensors"``.
-
-    Raises NotImplementedError if it is not supported, ValueError if an object is missing.
-    """
+    """Reads a `quantization_config` of ``"compressed-tensors"``."""
     keys.require_off(block, (*_READ.split(), *_HARMLESS.split()))
     keys.require(block, "format", (FORMAT,))
     keys.require(block, "quantization_status", ("compressed", "frozen", None))

@@ -54,10 +54,7 @@ class Q40:
 
 
 def linear_layers_as_blocks(tensors: Mapping[str, Stored], file: Path) -> dict[str, Stored]:
-    """A GGUF file's tensors, with matrices of layers as their blocks.
-
-    Raises NotImplementedError if such a matrix is of another type.
-    """
+    """A GGUF file's tensors, with matrices of layers as their blocks."""
     found: dict[str, Stored] = {}
     for name, tensor in tensors.items():
         assert isinstance(tensor, GgufTensor)

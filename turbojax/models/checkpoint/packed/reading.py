@@ -2,12 +2,13 @@
 
 One layer's tensors are read, unpacked on the device and packed again as `Int4Weight` holds them,
 before the next layer's: besides the model, the host holds the tensors of one linear layer, and the
-device one layer's codes in 8 bits.
+device one layer's codes in 8 bits. On a mesh only the rows or columns of codes and scales are read
+that the process's devices have. Zero points, and which group each input is in, are read whole: all
+processes must agree on whether there are any.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from turbojax._json import shown_name
+from turbojax.matmul.int4.layout import BLOCK, stored_inputs
 from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint import on_mesh
-from turbojax.models.checkpoint.int4_on_mesh import table_rows
-from turbojax.models.checkpoint.packed import formats, parts, q4_0
-from turbojax.models.checkpoint.packed.codes import Codes, PackedFormat, Part, weights
-from turbojax.models.checkpoint.sparse import Sparse, on_host, own_numbers, wanted_bytes
+from turbojax.models.checkpoint.int4_on_mesh import (
+    Sparse,
+    on_host,
+    own_numbers,
+    own_rows,
+    table_rows,
+    wanted_bytes,
+)
+from turbojax.models.checkpoint.packed import awq, compressed_tensors, gptq, q4_0
+from turbojax.models.checkpoint.packed.codes import Codes, PackedFormat, Part, Places, weights
 from turbojax.models.checkpoint.weights import (
     FLOATS,
     Progress,
@@ -45,8 +53,7 @@ from turbojax.models.lora import Adapters, layer_with_adapters
 from turbojax.models.quantized import QuantizedDecoder, check_quantizable, norm_shapes
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
 from turbojax.models.tensor_parallel import placing
-from turbojax.models.tensor_parallel.quantized_parts import local_layer, local_table
-from turbojax.models.tensor_parallel.specs import specs_of_part
+from turbojax.models.tensor_parallel.layout import parts, share
 from turbojax.sharding.axes import Axes
 
 _NORM = "model.norm.weight"
@@ -67,11 +74,9 @@ def read(
     """Reads a folder, or a GGUF file, whose linear layers are packed; see `load_decoder`.
 
     `packing` is by default what `hf`, the `config.json`, says, and must be given for a GGUF file.
-    Raises NotImplementedError unless exactly the linear layers of the decoder's layers are
-    quantized.
     """
     if packing is None:
-        packing = formats.parse(hf["quantization_config"])
+        packing = parse(hf["quantization_config"])
     config = model_config(folder, hf, max_length)
     check_quantizable(config)
     if config.experts is not None:
@@ -85,25 +90,22 @@ def read(
     given = stored_dtype(hf) or tensors[EMBEDDING].numpy_dtype
     compute = check_dtype(given if dtype is None else dtype)
     wanted = _wanted_of(tensors, config, packing, axes)
-    total, done = wanted_bytes(wanted), 0
+    counted = on_mesh.Counted(progress, wanted_bytes(wanted))
 
     def take(name: str) -> np.ndarray:
-        nonlocal done
         array = wanted[name].read()
-        done += wanted[name].nbytes
-        if progress is not None:
-            progress(done, total)
+        counted.add(wanted[name].nbytes)
         return array
 
     def table(name: str) -> jax.Array:
         array = jnp.asarray(_folder.cast(take(name), compute, name))
-        return array if axes is None else _local_table(array, config, axes)
+        return array if axes is None else placing.place_table("embedding", array, config, axes)
 
     def layer(number: int) -> QuantizedLayer:
         found = layers.read(number)
         if adapters is not None:
             found = layer_with_adapters(found, number, adapters, config)
-        return found if axes is None else _local_layer(found, config, axes)
+        return found if axes is None else placing.place_layer(found, config, axes)
 
     layers = _Layers(config, packing, tensors, take)
     with contextlib.nullcontext() if axes is None else on_host():
@@ -147,28 +149,8 @@ def _wanted_of(
         else:
             wanted[spec.name].want_all()
     for linears in packed.values():
-        parts.want(wanted, linears, config, packing, axes, numbers)
+        want(wanted, linears, config, packing, axes, numbers)
     return wanted
-
-
-def _local_layer(layer: QuantizedLayer, config: TransformerConfig, axes: Axes) -> QuantizedLayer:
-    """Splits a layer, which lies on the host, over a mesh."""
-    found: QuantizedLayer = placing.assemble(
-        functools.partial(local_layer, layer, config, axes),
-        lambda tree: specs_of_part(tree, config, axes),
-        axes,
-    )
-    return found
-
-
-def _local_table(table: jax.Array, config: TransformerConfig, axes: Axes) -> jax.Array:
-    """Splits a table, which lies on the host, over a mesh."""
-    found: dict[str, jax.Array] = placing.assemble(
-        lambda number: {"embedding": local_table(table, config, axes, number)},
-        lambda tree: specs_of_part(tree, config, axes),
-        axes,
-    )
-    return found["embedding"]
 
 
 class _Layers:
@@ -344,3 +326,131 @@ def _placed(spec: TensorSpec) -> list[tuple[str, tuple[int, int]]]:
     """The names in a `QuantizedLayer` that a tensor's rows go to, and the rows of each."""
     whole = (0, spec.shape[0])
     return [(x.path[-2].removesuffix("_proj"), x.rows or whole) for x in spec.placements]
+
+
+_PARSERS: Mapping[str, Callable[[Mapping[str, Any]], PackedFormat]] = {
+    "gptq": gptq.parse,
+    "awq": awq.parse,
+    "compressed-tensors": compressed_tensors.parse,
+}
+
+METHODS = tuple(_PARSERS)
+"""What `quant_method` may be."""
+
+
+def parse(block: Mapping[str, Any]) -> PackedFormat:
+    """How linear layers are stored; `block` is a `quantization_config`."""
+    return _PARSERS[block["quant_method"]](block)
+
+
+_INDEX = ("g_idx", "weight_g_idx")
+
+
+def want(
+    tensors: Mapping[str, Sparse],
+    linears: Iterable[tuple[str, TensorSpec]],
+    config: TransformerConfig,
+    packing: PackedFormat,
+    axes: Axes,
+    numbers: Iterable[int],
+) -> None:
+    """Marks what devices, numbered along `hidden_axes`, need of one layer's linear layers.
+
+    `linears` are the stored ones, each with the beginning of its tensors' names.
+    """
+    linears, numbers = list(linears), list(numbers)
+    # With act-order a device's groups may have any inputs, which are outputs of the layers before.
+    is_ordered = any(
+        _is_ordered(tensors, stem, packing)
+        for stem, spec in linears
+        if _names(spec) == ("down_proj",)
+    )
+    for stem, spec in linears:
+        any_inner = is_ordered and spec.placements[0].path[-3] == "mlp"
+        for part in packing.parts(*spec.shape):
+            tensor = tensors.get(f"{stem}.{part}")
+            if tensor is None:
+                continue
+            places = packing.places.get(part)
+            if places is None or any_inner:
+                tensor.want_all()
+                continue
+            for number in numbers:
+                _want_part(tensor, places, spec, config, packing, axes, number)
+
+
+def _want_part(
+    tensor: Sparse,
+    places: Places,
+    spec: TensorSpec,
+    config: TransformerConfig,
+    packing: PackedFormat,
+    axes: Axes,
+    number: int,
+) -> None:
+    """Marks one device's rows or columns of codes or scales."""
+    kinds = [kind for kind, _ in places]
+    [name, *_] = _names(spec)
+    if name not in ("o_proj", "down_proj"):
+        axis = kinds.index("outputs")
+        tensor.want(axis, _units(_outputs(spec, config, packing, axes, number), places[axis][1]))
+        return
+    inputs, group = spec.shape[1], _group(packing)
+    each = share(inputs, parts(axes), group) if name == "down_proj" else inputs // parts(axes)
+    first = number * each
+    if "inputs" in kinds:
+        axis, columns = kinds.index("inputs"), np.arange(first, min(first + each, inputs))
+        tensor.want(axis, _units(columns, places[axis][1]))
+        return
+    # Padding has the scale of the group that it would lie in.
+    axis, columns = kinds.index("groups"), np.arange(first, first + stored_inputs(each, group))
+    tensor.want(axis, _units(np.minimum(columns, inputs - 1), packing.group_size or inputs))
+
+
+def _outputs(
+    spec: TensorSpec, config: TransformerConfig, packing: PackedFormat, axes: Axes, number: int
+) -> np.ndarray:
+    """A device's outputs of a stored linear layer, which may hold several of the model's."""
+    width, found = config.head_dim, []
+    for name, place in zip(_names(spec), spec.placements, strict=True):
+        start, size = (0, spec.shape[0]) if place.rows is None else place.rows
+        size -= start
+        if name in ("gate_proj", "up_proj"):
+            each = share(size, parts(axes), _group(packing))
+            rows = own_rows(size, number, each)
+        else:
+            is_query = name == "q_proj"
+            heads = config.num_heads if is_query else config.num_kv_heads
+            count = parts(axes) if is_query else axes.size("heads")
+            index = number if is_query else number // axes.size("sequence")
+            each = heads // count * width
+            rows = np.arange(index * each, (index + 1) * each)
+        found.append(start + rows)
+    return np.concatenate(found)
+
+
+def _group(packing: PackedFormat) -> int:
+    """The group size of the `Int4Weight` that is made, at most a block."""
+    return min(packing.group_size or BLOCK, BLOCK)
+
+
+def _units(places: np.ndarray, each: int) -> np.ndarray:
+    return np.unique(places // each)
+
+
+def _names(spec: TensorSpec) -> tuple[str, ...]:
+    return tuple(place.path[-2] for place in spec.placements)
+
+
+def _is_ordered(tensors: Mapping[str, Sparse], stem: str, packing: PackedFormat) -> bool:
+    """Whether a layer's groups are not runs of inputs."""
+    for name in _INDEX:
+        tensor = tensors.get(f"{stem}.{name}")
+        if tensor is None:
+            continue
+        groups = tensor.look()
+        size = packing.group_size or groups.size
+        runs = np.arange(groups.size) // size
+        # -1 means that groups are not known, and inputs are in order.
+        return bool((groups >= 0).all()) and not np.array_equal(groups, runs)
+    return False

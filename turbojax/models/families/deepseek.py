@@ -1,4 +1,7 @@
-"""DeepSeek-V2, Lite and Coder: latent attention, shared experts, experts chosen by softmax."""
+"""DeepSeek-V2, Lite and Coder: latent attention, shared experts, experts chosen by softmax.
+
+DeepSeek-V3 and R1: experts chosen by sigmoids and a correction, by groups.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,9 +9,13 @@ from typing import Any
 from turbojax._json import shown
 from turbojax.models.families import rope
 from turbojax.models.families.base import HEAD_NORMS, LINEARS, NORMS, Family
-from turbojax.models.families.experts import ExpertsConfig, read_count, read_per_token
 from turbojax.models.families.keys import COMMON, flag, integer, number
-from turbojax.models.families.latent import LatentConfig
+from turbojax.models.families.layers import (
+    ExpertsConfig,
+    LatentConfig,
+    read_count,
+    read_per_token,
+)
 from turbojax.rotary import YarnScaling
 
 _GREEDY, _GROUPS = "greedy", "group_limited_greedy"
@@ -36,18 +43,16 @@ class DeepseekV2(Family):
                 raise ValueError(f"config.json: {key}={shown(value)} must be {wanted}, or left out")
         return fields
 
-    def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family`."""
+    def _read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         latent = self._read_latent(keys)
-        return super().read_mathematics(keys) | {
+        return super()._read_mathematics(keys) | {
             "head_dim": latent.key_dim,
             "latent": latent,
             "experts": self._read_experts(keys),
         }
 
-    def write_mathematics(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family`."""
-        keys = super().write_mathematics(fields)
+    def _write_mathematics(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        keys = super()._write_mathematics(fields)
         latent: LatentConfig | None = fields["latent"]
         experts: ExpertsConfig | None = fields["experts"]
         if latent is not None:
@@ -81,10 +86,10 @@ class DeepseekV2(Family):
             **self._write_choice(experts),
         }
 
-    def write_rope(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family`. If YaRN's two scales are equal, they are written as in published files."""
+    def _write_rope(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        # If YaRN's two scales are equal, they are written as in published files.
         keys, latent, scaling = (
-            super().write_rope(fields),
+            super()._write_rope(fields),
             fields["latent"],
             fields["rope_scaling"],
         )
@@ -97,9 +102,8 @@ class DeepseekV2(Family):
                 place["mscale"] = latent.yarn_mscale
         return keys
 
-    def is_interleaved(self, keys: Mapping[str, Any]) -> bool:
+    def _is_interleaved(self, keys: Mapping[str, Any]) -> bool:
         """Whether channels that rotate together lie side by side."""
-        del keys
         return True
 
     def _read_latent(self, keys: Mapping[str, Any]) -> LatentConfig:
@@ -109,7 +113,7 @@ class DeepseekV2(Family):
             rope_dim=integer(keys, "qk_rope_head_dim"),
             value_dim=integer(keys, "v_head_dim"),
             query_rank=None if keys["q_lora_rank"] is None else integer(keys, "q_lora_rank"),
-            interleaved=self.is_interleaved(keys),
+            interleaved=self._is_interleaved(keys),
             yarn_mscale=_all_dim(keys),
         )
 
@@ -151,7 +155,7 @@ class DeepseekV2(Family):
                 f"topk_method={shown(method)} is not supported for {self.name!r}: must be "
                 f"{_GREEDY!r} or {_GROUPS!r}"
             )
-        return {} if method == _GREEDY else read_groups(keys, count)
+        return {} if method == _GREEDY else _read_groups(keys, count)
 
     def _write_choice(self, experts: ExpertsConfig) -> dict[str, Any]:
         """The keys that `_read_choice` reads, except for the groups."""
@@ -161,12 +165,8 @@ class DeepseekV2(Family):
         }
 
 
-def read_groups(keys: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """The fields for groups of experts.
-
-    Raises ValueError unless they are of equal size and the top ones have enough experts for a
-    token.
-    """
+def _read_groups(keys: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The fields for groups of experts."""
     groups, top = integer(keys, "n_group"), integer(keys, "topk_group")
     if count % groups or top > groups or top * (count // groups) < keys["num_experts_per_tok"]:
         raise ValueError(
@@ -184,7 +184,7 @@ def _all_dim(keys: Mapping[str, Any]) -> float:
     return float(given.get("mscale_all_dim") or 0.0)
 
 
-LATENT_LINEARS = {
+_LINEARS = {
     **{
         f"self_attn.{name}": (("attention", name),)
         for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_b_proj", "o_proj")
@@ -194,14 +194,14 @@ LATENT_LINEARS = {
 }
 """Like `base.LINEARS`, for latent attention; a layer has some of these."""
 
-LATENT_NORMS = {
+_NORMS = {
     **{name: path for name, path in NORMS.items() if name not in HEAD_NORMS},
     "self_attn.q_a_layernorm": ("attention", "q_a_norm"),
     "self_attn.kv_a_layernorm": ("attention", "kv_a_norm"),
 }
 """Like `base.NORMS`, for latent attention."""
 
-EXPERTS = {
+_EXPERTS = {
     "mlp.gate": ("mlp", "router"),
     **{
         f"mlp.{where}.{name}": ("mlp", *path, name)
@@ -211,7 +211,7 @@ EXPERTS = {
 }
 """See `Family.experts`."""
 
-DEFAULTS = {
+_DEFAULTS = {
     **COMMON,
     "attention_bias": False,
     "qk_head_dim": None,
@@ -226,14 +226,14 @@ DEFAULTS = {
 }
 """Defaults of all versions."""
 
-IDLE = {"moe_layer_freq": 1, "ep_size": 1}
+_IDLE = {"moe_layer_freq": 1, "ep_size": 1}
 """Keys of the authors' own code, which came before transformers'."""
 
 DEEPSEEK_V2 = DeepseekV2(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     {
-        **DEFAULTS,
+        **_DEFAULTS,
         "max_position_embeddings": 2048,
         "mlp_bias": False,
         "moe_intermediate_size": 1407,
@@ -249,8 +249,59 @@ DEEPSEEK_V2 = DeepseekV2(
         "aux_loss_alpha": None,
         "seq_aux": None,
     },
-    idle={**IDLE, "scoring_func": "softmax"},
-    linears=LATENT_LINEARS,
-    norms=LATENT_NORMS,
-    experts=EXPERTS,
+    idle={**_IDLE, "scoring_func": "softmax"},
+    linears=_LINEARS,
+    norms=_NORMS,
+    experts=_EXPERTS,
+)
+
+
+class DeepseekV3(DeepseekV2):
+    """Chooses experts without an auxiliary loss: a correction of the scores balances them."""
+
+    def _is_interleaved(self, keys: Mapping[str, Any]) -> bool:
+        return flag(keys, "rope_interleave")
+
+    def _write_mathematics(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        keys, latent = super()._write_mathematics(fields), fields["latent"]
+        return keys if latent is None else {**keys, "rope_interleave": latent.interleaved}
+
+    def _read_choice(self, keys: Mapping[str, Any], count: int) -> dict[str, Any]:
+        return {
+            "scores": "sigmoid",
+            "normalize": flag(keys, "norm_topk_prob"),
+            **_read_groups(keys, count),
+        }
+
+    def _write_choice(self, experts: ExpertsConfig) -> dict[str, Any]:
+        return {"norm_topk_prob": experts.normalize}
+
+
+DEEPSEEK_V3 = DeepseekV3(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    {
+        **_DEFAULTS,
+        "max_position_embeddings": 4096,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "rope_interleave": True,
+        # Keys of training, and of layers that predict further tokens, which are not read.
+        "aux_loss_alpha": None,
+        "seq_aux": None,
+        "num_nextn_predict_layers": None,
+        "num_mtp_layers": None,
+    },
+    idle={**_IDLE, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    linears=_LINEARS,
+    norms=_NORMS,
+    experts={**_EXPERTS, "mlp.gate.e_score_correction_bias": ("mlp", "router", "correction")},
+    has_predictors=True,
 )
