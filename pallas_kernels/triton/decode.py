@@ -1,11 +1,9 @@
 """Decode: a few new queries per sequence against a cache of packed codes (TurboAttention, Alg. 2).
 
-Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, 4 bits:
-  - bytes that must move: 2 sides * 16 * 8 * 32768 tokens * (64 + 4 + 1/16) bytes = 571 MB;
-    at the 3.0 TB/s that a copy reaches on an H100: 190 us.
-  - operations: 2 products * 2 * 16 * 32 * 32768 * 128 = 8.6 G, with 8 padded columns and two
-    planes of the scaled query 25.8 G: under 20 us. Memory is the floor.
-Target: 60 % of the floor's speed.
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128, 4 bits: 571
+MB, 190 us at the 3.0 TB/s of a copy on an H100; operations under 20 us. Memory is the floor.
+Target: 60 % of its speed. Seen: 323 us, with blocks of 128 tokens 293, 2.14 times as fast as cuDNN.
+The latency of some 1,700 instructions a block bounds it.
 
 One program, usually a single warp, takes one KV head of one sequence, all its query heads, and a
 run of blocks. Tokens, and channels of values, are the rows of the products: queries are few, and
@@ -15,17 +13,7 @@ all products are of int8 codes and exact; those of the values act on a block's r
 and the int8 buffer, has its own softmax, merged by log-sum-exp, first inside a program, then over
 programs (`merge`).
 
-Versions, same case, H100, jax 0.11.2 (cuDNN on bfloat16 keys and values: 684 to 694 us):
-  v1  queries as 16 padded rows, 4 warps: 458 us. One warp, so that no step waits for others
-      (no barrier, no shared row maximum): 384 us.
-  v2  tokens as rows, 8 padded columns: half the exponentials, half the updates of the output:
-      323 us, 2.14 times cuDNN. 236 registers leave 8 warps to a multiprocessor, which issue 1.5
-      instructions a clock: it is bound by the latency of some 1,700 instructions a block, not
-      by memory (46 %). Two or four warps, more programs, or stages: 330 to 520 us.
-  v3  fused multiply-adds, cheaper planes: no difference. Blocks of 128 tokens: 293 us.
-Other widths go through one tile for the whole axis, each byte loaded once for every code in it:
-2 bits 648 us, 3 bits 1,490 us, half of the heads at 2 bits 782 us (all four pairs of widths in one
-kernel). Next: narrow runs as products of 32, one launch for each pair of widths.
+Roofline in full and versions: `docs/kernels/triton.md`.
 """
 
 import functools

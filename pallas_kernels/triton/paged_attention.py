@@ -1,22 +1,10 @@
 """Attention of new queries to keys and values in pages: 16-bit or wider, fp8, int8, or codes.
 
-Keys and values may be stored in different ways, codes in 4, 3 or 2 bits.
-
-Roofline, for 16 sequences of 32,768 tokens, 8 KV heads with 4 queries each, head dim 128:
-  - bytes that must move, 2 sides * 16 * 8 * 32768 tokens * (64 of codes + 2 of norm) = 554 MB for
-    4 bits, 1,074 MB for fp8, 2,147 MB for bfloat16: at the 3.0 TB/s that a copy reaches on an H100
-    185, 358 and 716 us.
-  - operations: 2 products * 2 * 16 * 32 * 32768 * 128 = 8.6 G, with 8 padded columns 17 G: 22 us of
-    bfloat16. Looking up 1.07 G codes takes 1.6 instructions each, 57 us of all integer lanes.
-  - fp8 keys with codes of 4 bits as values (k8v4), 16 * 8 * 32768 tokens * (128 + 64 + 2) = 814 MB:
-    271 us; the same 17 G operations, and half the lookups: 28 us of all integer lanes. Codes of 4
-    bits for keys and 2 for values, 100 bytes a token and head, 419 MB: 140 us.
-  - int8, 260 bytes a token and head, 1,091 MB: 364 us; 1.07 G numbers to 16 bits at 1.3 to 2.3
-    instructions each, 65 us of all integer lanes. With codes of 4 bits as values 822 MB, 274 us.
-  Memory is the floor.
-Target: 80 % of the floor's speed for bfloat16 and fp8, half of it for 4 bits (a lookup cannot hide
-behind memory in a kernel that loads, looks up and multiplies in the same warp). Between them for
-k8v4: 400 us, what fp8 takes, or less.
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128, H100: 4
+bits 185 us, fp8 358, bfloat16 716, k8v4 271, int8 364; products 22 us, look-ups of 4-bit codes 57.
+Memory is the floor. Target: 80 % of its speed for bfloat16 and fp8, half of it for 4 bits. Seen on
+an H100: 303, 407 and 780 us; on an H200 k8v4 65 % of the floor's speed, turbo4 43. Pages of codes
+are bound by issue.
 
 One program takes some query rows of one KV head (row ``g * T + t``: all heads of the group share
 what is read) and one part of its tokens, as far as those rows see it: programs past the end
@@ -40,54 +28,7 @@ fourth channel each; one permute looks up four of them.
 Int8 becomes 16-bit floats, exactly, by byte permutes and a subtraction (`_paged_codes`); a token's
 scale multiplies its scores and its weights, as a norm does. Not measured.
 
-Versions, H100, jax 0.11.2, device time with the merge, for the tokens of a part, those taken at a
-time, and warps:
-                                      16 x 32k   1 x 4k
-  cuDNN on dense bfloat16               690 us   9.5 us
-  v1  4 bits, 1024, 64, 1               364     50.6     2,014 instructions for 64 tokens
-      bfloat16, 1024, 64, 1             752     32.5     740
-  v2  4 bits, 1024, 64, 1               291     40.8     1,597: the table's words in registers,
-                                                         see `_paged_codes`
-      4 bits, 512, 64, 1, taken         303     23.7
-      4 bits, 512, 64, 2                303     19.9
-      4 bits, 512, 64, 4                398     15.4
-      bfloat16, 512, 128, 4             764     12.1
-      fp8, 512, 64, 1, taken            407     24.2
-      fp8, 512, 128, 4                  408     13.2
-  v3  several warps, always 16 columns: a row's bits no longer depend on how many rows there are
-      bfloat16, 512, 128, 4, taken      780     21.7   both of the whole call
-      fp8, 512, 128, 4                  528     21.3
-  256 queries of 4 x 8k: 2.1 ms of bfloat16 with the first launch; with 64 query rows to a program
-  and four warps 0.89 ms, 155 TFLOP/s, and 1.51 ms of 4 bits.
-These and more rows are in `benchmarks/results/paged_versions_2026-11-21.json`.
-
-Formats, H200 (a copy reaches 4.3 TB/s), jax 0.11.2, the whole call; in brackets the floor:
-                                      16 x 32k   1 x 4k
-  cuDNN on dense bfloat16               473 us   11.2 us
-  bfloat16                              610 (500)  21.1
-  fp8, 512, 64, 1                       330 (250)  33.3
-  turbo4, 512, 64, 1                    300 (129)  36.2
-  k8v4, 512, 64, 1, taken               291 (189)  32.9
-        1024, 64, 1                     278      54.3   parts are too long where there are few
-        256, 64, 1                      310      22.2
-        512, 32, 1                      300      43.7
-        512, 64, 2; 128, 2; 128, 4      424, 373, 533; 30.0, 25.9, 23.5
-  codes of 4 bits, values of 2, taken   264 (98) 33.8
-        1024, 64, 1                     251      55.1
-So k8v4 is at 65 % of the floor's speed (target: 68 %), and codes alone at 43 and 37 % (target:
-half): all miss, k8v4 narrowly. With parts of 256 tokens for short tables and of 1,024 for long ones
-both ends would gain, but a row's bits would then depend on the table. These are in
-`paged_formats_2026-11-23.json`, those not taken in `format_launches_2026-11-23.json`.
-
-Counted: warp instructions for 64 tokens at head dim 128 with v2's launch, as Triton 3.8
-compiles them for compute capability 9.0, all with 255 registers and none spilled (at the speed of
-4 bits in v2 1,000 of them take about 190 us of 16 x 32k):
-      turbo4 1,579, fp8 1,151           as before there were other formats, to the byte
-      k8v4                              1,319, 250 us of issue beside 271 us of memory
-      codes of 4 bits, values of 2      1,310
-      codes of 2 bits                   1,187
-      codes of 3 bits, values of 4      1,993; 1,832 with third bits loaded once and broadcast
-Pages of codes alone are bound by issue. Next: 3 bits go through 20 KB of shared memory.
+Roofline in full and versions: `docs/kernels/triton.md`.
 """
 
 import functools

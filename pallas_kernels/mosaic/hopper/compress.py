@@ -1,23 +1,13 @@
 """Compress on Hopper: a prompt's keys and values to stage-1 and stage-2 codes, in one launch.
 
+Roofline, for a value of bfloat16 at 4 bits: 2.5 bytes, 3.5 with the codes for attention, and about
+18 operations, 0.6 ps each on an H200. Target: 60 % of the copy bandwidth. Seen: 2.8 TB/s, 66 % of a
+copy; with codes of 8 bits 3.1. Memory and arithmetic bound it alike.
+
 A program takes one block of one head of one sequence, of keys or of values: it loads the block
 once, finds its scale, rounds, finds the channels' scales, rounds again, packs and stores.
 
-Per value of bfloat16 at 4 bits, blocks of 64 and head dim 128:
-
-  bytes       2 read, 0.5 + 2/64 written, 1 more with the codes for attention: 2.5 or 3.5
-  operations  about 18: unpacking 1, maximum 1, stage 1 2.75, extremes 1.5, stage 2 7.75, packing 2,
-              shared memory 1; and a channel's scales, once in 64
-  floor       H200: 2.5 bytes at 4.3 TB/s are 0.59 ps, 18 operations at 30 T/s 0.6 ps
-  target      60 % of the copy bandwidth, 2.6 TB/s
-
-Versions, us of the kernels, keys and values, 8 heads of 128, H200, jax 0.11.2:
-                                         4 x 32k   2 x 8k with codes for attention, int8   e4m3
-  for Triton: two launches                   326                                    54.1   59.4
-  v1  one launch                             238                                    38.3   37.9
-Blocks that begin after the first token, which stays in the buffer, are read where they are: a copy
-of keys and values without it took 42 us more at 2 x 8k, 23 at 8 x 1k.
-v1 moves 2.8 TB/s, 66 % of a copy; with codes of 8 bits 3.1. Registers: 96, with keys in e4m3 128.
+Roofline in full and versions: `docs/kernels/decode.md`.
 """
 
 import dataclasses

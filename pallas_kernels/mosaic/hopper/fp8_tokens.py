@@ -1,23 +1,15 @@
 """Tokens to e4m3 with a scale each, as they are or normalized first (FireQ), for Hopper.
 
-Roofline, for 16,384 tokens of 4,096 channels, bfloat16, normalized or not:
-  - bytes that must move: 134 MB read, 67 MB written: 47 us at the 4.3 TB/s that a copy reaches on
-    an H200, 67 at an H100's 3.0. For 16 tokens 0.2 MB, which is nothing: what remains is a launch,
-    two trips to memory and, normalized, two meetings of a program's warps.
-  - instructions of a lane for a value: 1 to unpack, 0.6 for the maximum (two values of 16 bits at
-    once, as integers), 1.6 for the code; normalized 5 more. 0.2 to 0.5 G: 7 to 18 us of all lanes.
-Target: 52 and 58 us; 1.6 and 2.0 us for 16 tokens.
+Roofline, for 16,384 tokens of 4,096 channels, bfloat16: 201 MB, 47 us at the 4.3 TB/s of a copy on
+an H200, and 7 to 18 us of instructions; for 16 tokens a launch and two trips to memory. Target: 52
+us, normalized 58; 1.6 and 2.0 us for 16 tokens. Seen: 8,192 tokens 24.6 and 28.1 us (floor 24), 16
+tokens 1.6. Memory bounds it.
 
 A program takes one token. Its lanes hold all of it, in runs of up to eight channels, as words of
 its dtype: it is read once. Whether there is NaN or infinity among them shows in the maximum: bits
 of absolute values are in the order of the values, beyond all of which these are.
 
-H200, jax 0.11.2, device time, us, tokens of 4,096 channels (the floor of 8,192 is 24):
-                          16 tokens        1,024          8,192
-                        plain   norm    plain  norm    plain   norm
-  XLA                    3.8     4.8                    63      99
-  Triton                 1.9     2.2     5.6    6.8     28.1    34.1
-  v1  as above           1.6     1.6     4.4    6.2     24.6    28.1
+Roofline in full and versions: `docs/kernels/matmul.md`.
 """
 
 import dataclasses

@@ -1,60 +1,16 @@
 """Decode for 9 and more queries of a KV head against packed codes, for Hopper.
 
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128, 4 bits, 8
+new tokens: 571 MB, 128 us on an H200; 1,750 instructions for a block of 64 tokens, where 2,300
+could be issued in the target; 1,660 of the matrix unit's clocks. Target: 1.15 times one token, 163
+us. Seen: 4 tokens 1.25 times, 8 tokens 2.0 (283 us). Instructions bound it: a scheduler issues one
+in every second clock.
+
 Several new tokens (speculative decoding) or many query heads of a KV head: `hopper.decode` takes
 eight queries a program, and for more it reads and unpacks the blocks again. Here a program takes 16
 or 32 and dequantizes a block once for all of them (`operands`, `block`).
 
-Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, 4 bits, 8
-new tokens, that is 32 queries:
-  - bytes that must move: 571 MB, as for one token; 128 us on an H200 at 4.5 TB/s. One token takes
-    142 us; the target is 1.15 times that, 163 us.
-  - instructions for a block of 64 tokens: dequantizing 512 codes of a lane 640, products 256, the
-    softmax of 64 scores of a lane 500, adding to 128 outputs 130, the rest 200: 1,750; for 16
-    queries 1,200. A multiprocessor takes 496 blocks; its four schedulers could issue 2,300 a block
-    in 163 us. `hopper.decode` needs 4,000 for 32 queries.
-  - the matrix unit: 256 products of 16 x 8 x 16 at some 6.5 clocks: 1,660 of the same 2,300.
-
-Versions, H200, jax 0.11.2, device time in us, 4 bits, cuDNN on bfloat16 keys and values in the same
-run with one token:
-                                            16 x 32k        64 x 4k         1 x 8k
-    tokens                               1    4    8     1    4    8     1    4     8
-    cuDNN                              473             242             14.6
-    `hopper.decode`, programs of 8     142  276  520    79  166  321  10.5  15.5  20.2
-    v1, a warp for 16 or 32, masks          184  311        115  206
-      within a branch
-    v2, two warps share a block for         209  283             202
-      32 (team), not for 16
-    v3, results without bank conflicts      181  287        113  176        14.6  17.4
-    v4, blocks with masks by themselves     177  283        106  169
-  A warp for 32 queries has 255 registers and its loop 30 KB of code; two warps that share a block
-  have 168 and 16 KB, and 12 of them fit a multiprocessor. All versions issue an instruction in
-  every second clock of a scheduler, as `hopper.decode` does for 8 queries, so their number counts:
-  without dequantizing 38 us less for 16 queries and 32 for 32, without products 19 and 40, without
-  the branch with masks 16 and 12, so in v4 blocks that need them have a loop of their own. Twelve
-  warps instead of eight for 16 queries: no gain. Warps that begin every block together, to share
-  fetched instructions: 12 to 20 % slower. More programs than run at once cost 10 us a wave each.
-  Of the target of 1.15 times one token 4 tokens reach 1.25 and 1.38, 8 tokens 2.0 and 2.2.
-  Rows: `benchmarks/results/bytes_versions_2026-11-24.json`, v4's `hopper_2026-11-24.json`.
-
-Tried instead: a warpgroup shares a block. Dequantized keys, then values, are the left operand of
-asynchronous products (wgmma) in registers, queries and weights the right one in shared memory;
-scores go through shared memory, so that a lane has 8 or 16 tokens of one query. 128 registers, so
-four warpgroups run at once; a loop of 8 to 10 KB. us, one run in which one token takes 139, 75, 10:
-                                            16 x 32k        64 x 4k         1 x 8k
-    tokens                                    4    8          4    8          4     8
-    v4                                      175  282        103  166       14.1  16.8
-    warpgroups                              213  274        114  150       13.6  16.4
-    values dequantized before the softmax   218  288        117  147
-    the first product in two halves         218  271
-    three warpgroups                             297                       12.0  14.9
-    five, which spills                      228
-  16 queries take 385 instructions of each warp for a block, 1,540 in all, and 32 some 450: no fewer
-  than here, as a lane loads the scales of its keys' channels for two tokens, not for eight. 32 gain
-  3 % in long caches and some 10 % in short ones, which is not worth a third kernel. What keeps it
-  from more was not found.
-  Not timed: a lane that a warp elects (elect.sync) starts a block's copies in 28 instructions where
-  one that a condition finds takes 66, as the compiler then knows that there is one alone.
-  Rows: `benchmarks/results/bytes_tuning_2026-11-25.json`.
+Roofline in full and versions: `docs/kernels/decode.md`.
 """
 
 import dataclasses

@@ -1,17 +1,12 @@
 """Decode over pages of latents, for Hopper: absorbed multi-head latent attention.
 
+Roofline, H200, 64 sequences of 8,192 tokens: 1,152 bytes a token in 16 bits, 644 in e4m3, 388 in
+turbo4, so 140, 79 and 47 us; 2 * N * (576 + 512) operations, 92 us for 16 heads (as for 64) and 185
+for 128. Target: 0.8 of the larger. Seen: 16 bits 180 and 306 us, e4m3 215 and 406, turbo4 206 and
+410. Far from its floor is one short sequence, which has 8 programs.
+
 A token has one latent of 512 channels, key and value of all heads, and 64 rotary channels that all
 keys share. N heads are N queries of the same token, so a program takes 64 rows of them at once.
-
-Roofline, H200 (4.3 TB/s and 790 T/s as measured):
-  - bytes of a token: 1,152 in 16 bits, 644 in e4m3, 388 in turbo4, rotary channels in 16 bits.
-  - operations: 2 * N * (576 + 512) a token; N below 64 costs as much as 64.
-                              16 heads                    128 heads
-                    bf16  e4m3  turbo4  matrix     bf16  matrix
-  64 x 8k            140    79      47      92      140     185   us
-  1 x 128k            35    20      12      23       35      46
-  16 x 32k           140    79      47      92      140     185
-Target: 0.8 of the larger of the two.
 
 A program has three warpgroups. The first finds weights of 64 tokens: scores from shared memory,
 softmax, and the weights into shared memory. Both the first and the second sum, each its half of the
@@ -24,28 +19,7 @@ ptxas does not compile a product of 128 sums a thread where a thread starts with
 Sequences are taken in parts at fixed positions, and `paged_prompt.join` adds up what was found in
 order: a query's bits depend on its own position and on what its sequence holds alone.
 
-Versions, whole calls, pages of 64 tokens in random order, one query token, H200, jax 0.11.2, us:
-                                   64 x 8k       16 x 32k       1 x 128k
-    heads                          16    128      16    128      16    128
-  XLA, bf16, pages gathered      722   1028                    197    336
-  XLA, bf16, dense               326    627                     96    232
-  v1    bf16                            309     183    295      60     81
-        e4m3                            426                     69    112
-        turbo4                    209   431                     67    112
-  v2    bf16                      203   316     201    300      64     83
-        e4m3                      215   406                     64    106
-        turbo4                    206   410     208    395      62    106
-  v3    bf16                      180   306
-v1 has weights in shared memory for both products, and the third warpgroup alone expands: 3.2 us a
-tile of 64 rows, where bf16 takes 2.2 with 128 heads, and 2.8 with 16, bound by memory.
-v2: the first warpgroup's weights stay in registers, the second expands half of a tile, and tiles
-are asked for in the L2 cache two ahead. That made codes up to 9 % faster, and 16 bits slower.
-v3: 16 bits are not asked for (one ahead: 193 with 16 heads). Codes are: turbo4 210 without.
-Not the default: parts of 8,192 tokens for 64 x 8k, 128 heads, with nothing to join: bf16 262 (559
-T/s, in v1 257), turbo4 353. Parts of 4,096: bf16 286.
-What is far from its floor: one short sequence. 1 x 8k has 8 programs, with 16 heads as with 128:
-bf16 38 and 69, turbo4 51 and 97, XLA dense 15 and 26. Parts of 256 tokens: bf16 18 with 16 heads.
-Rows: `benchmarks/results/models_tuning_2026-11-25.json`.
+Roofline in full and versions: `docs/kernels/latent.md`.
 """
 
 import functools

@@ -1,13 +1,9 @@
 """INT4 weights times e4m3 activations of few tokens, up to 64, for Hopper (FireQ, section 3.1.1).
 
-Roofline, for weights of 14336 x 4096 on an H200, which copies at 4.3 TB/s:
-  - bytes: 29.4 MB of codes and 0.5 MB of scales: 7 us. Latency is some 0.8 us, so 26 KB of each
-    multiprocessor must be on their way at any time.
-  - instructions: 7 for eight weights, of which a multiprocessor does 64 lanes a clock: 112 clocks
-    for a tile of 64 rows and 128 inputs, 4 KB. At 4 TB/s there are some 240 clocks for it.
-  - products: 8 instructions a tile, 64 clocks of the matrix units for 16 tokens, 256 for 64.
-  - tokens: each program reads those of its inputs, from L2: 16 tokens 3.7 or 7.3 MB, 64 15 MB.
-Target: 13 us for 16 tokens, 12.5 for one, 15 for 64. A launch and the first latency take 2.5 us.
+Roofline, for weights of 14336 x 4096 on an H200: 30 MB, 7 us; conversion takes 112 of some 240
+clocks that a tile has, products 64 for 16 tokens and 256 for 64. Target: 13 us for 16 tokens, 12.5
+for one, 15 for 64. Seen: 12.2, 11.7 and 20.1. Of 14.1 us 11.2 are left without conversion, 12.9
+without adding up a cluster's sums.
 
 Every warpgroup takes 64 rows and a share of the inputs, one tile after the other. One of its lanes
 copies tiles ahead to slots of its own; nobody else waits for them. Weights are rows of the product
@@ -25,23 +21,7 @@ multiprocessor fill its waits. Where the registers of the next product's operand
 a product, as in `int4.py`, ptxas lets it wait after each of the instructions (its message C7513),
 and nothing is hidden; as it is here they follow one another.
 
-Microseconds on an H200 (device time, weights rotated beyond L2), 16 tokens unless said otherwise.
-"R x Q x S": rows of tiles of a program, its warpgroups for each, programs of a cluster; D slots.
-  14336 x 4096    one operand, 4x1x2 D8 16.5, D5 15.3, D12 17.6; two, D8 14.8, D6 14.1, D4 13.4;
-                  2x2x1 D6 13.1, D4 12.2; 2x3x1 13.5; 4x2x2 (64 registers) 16.5; 1x3x1, two
-                  programs on a multiprocessor, 15.5; 7x1x4 24.7
-                  1 token 4x1x2 D4 11.9, 2x2x1 D6 11.7; 64 tokens 4x1x2 D4 20.1, 2x2x1 D5 22.0
-  4096 x 4096     one operand, 4x1x8 15.6; two, 1x1x2 8.0, 1x4x2 7.9, 1x6x2 9.1, 1x4x1 D6 7.8
-  6144 x 4096     one operand, 3x1x4 16.4; two, 1x4x1 D6 8.5, 3x1x4 11.1, 4x1x5 16.3
-  11008 x 4096    one operand, 3x1x2 13.5; two, 11.0, 3x2x2 12.5, 2x2x1 D6 12.3
-  4096 x 14336    one operand, 4x1x8 29.8; two, 1x4x2 D6 14.9, 1x6x2 16.3, 1x7x2 18.1
-  28672 x 4096    one operand, 4x1x1 25.6; two, D6 21.5, 7x1x2 21.2
-  28672 x 8192    one operand, 4x1x1 45.1; two, D4 38.4, 7x1x2 35.6
-Beside them bf16 and XLA's e4m3: 33.9 and 19.0 (1 token 30.4 and 17.5, 64 tokens 35.1 and 21.0),
-11.8 and 8.8, 17.0 and 10.9, 27.5 and 15.1, 32.2 and 18.1, 55.2 and 29.6, 115 and 63.6.
-What takes the time (4x1x2 D6, 14.1): without conversion 11.2, without adding up the cluster's sums
-12.9, without loading tokens 13.9. Of clusters of four, 30 fit on an H200 at a time (13440 x 4096
-14.8) and 32 do not: the last ones wait for the first, which is what many parts cost before.
+Roofline in full and versions: `docs/kernels/matmul.md`.
 """
 
 import dataclasses

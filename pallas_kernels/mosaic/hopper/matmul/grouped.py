@@ -1,14 +1,9 @@
 """INT4 weights of many experts times e4m3 tokens that are sorted by expert, for Hopper.
 
-Roofline, for 128 experts of 1536 x 2048 (Qwen3-30B-A3B, gate and up) and 512 tokens with 8 experts
-each, H200:
-  - bytes: 201 MB of codes, 3 MB of scales, 8 MB of inputs and 6 of outputs: 51 us at the 4.3 TB/s
-    of a copy, and little less for 64 tokens, since nearly every expert has one then.
-  - operations: 2 * 4096 * 1536 * 2048 = 26 G, 13 us at the 1,979 T/s of the 8-bit matrix units. And
-    11 instructions for eight weights, of which a multiprocessor does 64 lanes a clock, once for
-    each tile of tokens: 37 us.
-Bytes are the floor, and conversion is near it. A grouped product in e4m3 reads 403 MB, 94 us.
-Target: 65 us, 1.4 times as fast as that.
+Roofline, for 128 experts of 1536 x 2048 and 512 tokens with 8 experts each, H200: 218 MB, 51 us;
+products 13 us; conversion, once for each tile of tokens, 37 us. Target: 65 us. Seen: 97 (PyTorch's
+grouped e4m3 product 142), for 64 tokens 73 (131). From some 64 tokens an expert on bytes bound it
+no longer.
 
 A program takes tiles: 64 rows for each of the warpgroups that compute, and up to `tokens` rows of
 one expert. Where experts begin each program finds by itself; tiles of tokens with the same rows
@@ -18,17 +13,7 @@ are one sequence: while a group's product is on its way the next one is converte
 tile. Tokens of a tile may begin at any row. What is read past an expert's last one is other
 experts' tokens, and is not written.
 
-H200, jax 0.11.2, microseconds of the kernel, in brackets those of PyTorch 2.11's grouped e4m3
-product (the less of two runs), of tokens                 64          128          256          512
-  Qwen3-30B-A3B, gate and up                       73 (131)     - (136)      - (139)      97 (142)
-  Qwen3-30B-A3B, down                               43 (99)     46 (102)     49 (102)     57 (104)
-  DeepSeek-V3, gate and up                       990 (2142)  1129 (2062)  1139 (2135)  1274 (2166)
-  Mixtral-8x7B, gate and up                       167 (314)    198 (301)    322 (284)    420 (357)
-  Mixtral-8x7B, down                               88 (157)    101 (150)    142 (146)    208 (181)
-Tiles of half or twice as many tokens, and two warpgroups in place of four, are slower nearly
-everywhere: for 512 tokens of the first row tiles of 16, 32, 64, 128 take 176, 119, 97 and 149, two
-warpgroups with 64 tokens 124; 6 stages in place of 7 take 94. From some 64 tokens an expert on time
-no longer goes by bytes: Mixtral's 256 and 512 tokens are at 1 to 1.7 TB/s.
+Roofline in full and versions: `docs/kernels/matmul.md`.
 """
 
 import dataclasses

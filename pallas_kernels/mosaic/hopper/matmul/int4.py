@@ -1,39 +1,17 @@
 """INT4 weights times e4m3 activations for Hopper (FireQ, section 3.1.1).
 
-Roofline, for weights of 14336 x 4096 and `M` tokens:
-  - bytes: 29.4 MB of codes, 0.5 MB of scales: 10 us at the 3.0 TB/s of a copy, whatever `M` is up
-    to a hundred or so.
-  - operations: 2 * 14336 * 4096 * M: at the 1,979 T/s of an H100's 8-bit matrix units 15 us for
-    256 tokens, 243 us for 4096. And 11 instructions for eight weights, of which a multiprocessor
-    does 64 lanes a clock, once for each tile of tokens: 6 us, or for tiles of 256 tokens a third of
-    the clocks of the products.
-Targets: 17 us for 16 tokens, 38 us for 256, 440 us for 4096.
+Roofline, for weights of 14336 x 4096 on an H100: 30 MB, 10 us; products 15 us for 256 tokens, 243
+for 4096; conversion 6 us for each tile of tokens. Targets: 17 us for 16 tokens, 38 for 256, 440 for
+4096. Seen: 19.6, 34.0 and 396. Part of the conversion is not hidden: with constant words 16 tokens
+take 16.3. More than 128 tokens take `int4_many`, 4096 and more weights that are expanded first
+(`fp8_matmul`).
 
 Weights are rows, 64 of a warpgroup, and tokens columns: so weights come from registers, where they
 are converted, and never go back to memory. Two warpgroups share the tokens' inputs, and while the
 matrix unit has one group of 128 inputs they convert the next. For few tokens four warpgroups take
 groups in turn, in pairs.
 
-Versions, 14336 x 4096, H100, jax 0.11.2, microseconds of the kernel (XLA in bfloat16: 47, 50, 55,
-148, 577; in e4m3: 26, 31, 32, 77, 294), of tokens                16     64    256   1024   4096
-  v1  3 to 12 stages                                            21.4   24.0          120    406
-  v2  the output in parts, so that 4 stages fit; two teams      19.6   21.4   34.0          396
-      the same in clusters of two that share copies of tokens   20.5   22.0   35.6   120    396
-      bfloat16 scales, groups added in float32                  18.4   20.8          159    606
-      e4m3 scales, groups added in float32, tiles of 128 tokens 19.6   21.4   48.0   145    561
-  v3  operands in registers that are written after the product,
-      as the compiler waits for it otherwise                    19.5   22.6   33.3   123    419
-  v4  conversion between the instructions of a product, two of
-      which are on their way at any time                        19.8   22.3   35.4   126    428
-  v2, products of non-negative and negative weights apart, so
-      that 7 instructions convert eight of them, not 11          20.2   23.1
-v2 is what runs. Part of the conversion is not hidden: with constant words instead, v2 takes
-16.3 us for 16 tokens and 94 for 1024, without the tables and their use 16.8 and 100; without the
-tokens' copies 115. But fewer instructions for it, shifts by multipliers instead of the unit that
-permutes bytes, or converting just before a product instead of during the one before changed little
-or nothing: why is not known. More than 128 tokens take `int4_many`, 4096 and more
-weights that are expanded first (`fp8_matmul`).
-These and more rows are in `benchmarks/results/fireq_versions_2026-11-21.json`.
+Roofline in full and versions: `docs/kernels/matmul.md`.
 """
 
 import functools

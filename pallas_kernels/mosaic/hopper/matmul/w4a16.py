@@ -1,23 +1,16 @@
 """INT4 weights times tokens of 16 bits for Hopper.
 
-Roofline, for weights of 14336 x 4096 and `M` tokens:
-  - bytes: 29.4 MB of codes, 0.9 MB of scales: 7.4 us at the 4.3 TB/s of a copy on an H200.
-  - operations: 2 * 14336 * 4096 * M: at the 800 T/s that its 16-bit matrix units reach 38 us for
-    256 tokens, 600 us for 4,096. And 14 instructions for eight weights, once for each tile of 128
-    tokens, of which a multiprocessor issues four a clock: 16 % of the products' clocks.
-Targets: the speed of XLA's bfloat16 product from 256 tokens on; 18 us for 64.
+Roofline, for weights of 14336 x 4096 on an H200: 30 MB, 7.4 us; products 38 us for 256 tokens;
+conversion, once for each tile of 128 tokens, 16 % of their clocks. Targets: the speed of XLA's
+bfloat16 product from 256 tokens on; 18 us for 64. Seen: 66.4 (44.4) and 26.5. Each tile of 128
+tokens converts all weights.
 
 Weights are rows, 64 of a warpgroup, and tokens columns: so weights come from registers, where they
 are converted, and never go back to memory. Two warpgroups share the tokens' inputs, and while the
 matrix unit has one group of 128 inputs they convert the next. Operands are integers; the scale
 multiplies the float32 sum of a group.
 
-Seen on an H200, of 14336 x 4096 weights with zero points, in us; in brackets a product in bfloat16:
-  32 tokens 24.7; 64 tokens 26.5 (36.5); 128 tokens 35.6; 256 tokens 66.4 (44.4), as slow as jax's
-  mixed-type kernel with int8 weights (65.6).
-  Tiles of 32 tokens for 64: 44.3. Tiles of 256 tokens, whose weights are rounded with their scales
-  to 16 bits (one level): 53.7 for 256.
-So from 256 tokens on the target is missed: each tile of 128 tokens converts all weights.
+Roofline in full and versions: `docs/kernels/matmul.md`.
 """
 
 import functools

@@ -1,15 +1,9 @@
 """New tokens to pages of every format, for Hopper: rotated, encoded and stored in one launch.
 
-Roofline, turbo4, for 4 sequences of 4,096 tokens, 8 KV heads, head dim 128, bfloat16:
-  - bytes that must move: 2 sides * 131072 vectors * (256 read + 64 of codes + 2 of norm) = 84 MB,
-    at the 4.3 TB/s that a copy reaches on an H200 20 us, at an H100's 3.0 28 us.
-  - instructions of a lane for its 8 channels, about 330: 43 to unpack, square and sum, 88 of the
-    rotation, half of them shuffles, 140 to find codes, 60 for the norm and its place. 33.6 M
-    channels at 41 each: 47 us of all lanes, which is the floor. Shuffles alone, 32 lanes a cycle:
-    28 us.
-  Other formats are copies: 16 bits 134 MB, 31 us; 8 bits 101 MB, 23 us.
-  One token of 64 sequences moves 0.3 MB: a launch, and a chain of loads to find the place.
-Target: 70 us for the first, 35 and 27 us for the copies, 3 us for one token.
+Roofline, for 4 sequences of 4,096 tokens, 8 KV heads of 128, H200: turbo4 84 MB, 20 us, and 330
+instructions of a lane for 8 channels, 47 us, which are the floor; 16 bits 31 us, 8 bits 23. One
+token is a launch and a chain of loads. Target: 70 us, copies 35 and 27, one token of 64 sequences
+3. Seen: 78.6 us for turbo4, 2.0 to 2.4 for one token.
 
 A lane has eight channels, so that a vector of 128 bfloat16 is 16 lanes' loads of 16 bytes, and
 codes of any width fill whole bytes. Lanes of a warp work on 1 to 16 vectors. Several rounds of them
@@ -18,20 +12,7 @@ are loaded before the first is computed.
 The bits are those of `turbojax.polar.encode` and `turbojax.state.pages.formats`: sums in the same
 order, squares whose sums do not depend on contraction, norms that comparisons decide.
 
-Versions, H200, jax 0.11.2, device time of the whole call, us; what there was before in brackets
-(codes by Triton, the rest by XLA, which also counted what was lost):
-                             64 x 1 token    1 x 8,192     4 x 4,096
-  turbo4, 1 round of a warp                   41.3          82.8
-          2 rounds            2.4 (5.0)       39.5 (53.5)   78.6 (110.3)
-          4 rounds                            44.3          86.7
-          8 rounds                            51.9         109.7
-  16 bits, 1 round                            14.5
-          2 to 8 rounds       2.0 (5.0)       13.4 (26.4)
-  k8v4                        3.2 (6.4)       26.3 (44.2)
-          scales divided here 2.4             25.3
-  fp8                         3.5 (5.2)        9.2 (31.0)
-          scales divided here 1.9              8.4
-  0.6 us of 64 x 1 are a fusion of XLA's that fills in how many tokens there are.
+Roofline in full and versions: `docs/kernels/paged.md`.
 """
 
 import dataclasses

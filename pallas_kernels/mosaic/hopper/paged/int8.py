@@ -1,22 +1,14 @@
 """Pages of int8 with a scale for each token: how they are written, and how a warp reads them.
 
-Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, so 4.19 M
-tokens of a KV head; the frame is `kernel`'s:
-  - bytes that must move: 260 a token, 1,091 MB; with codes of 4 bits as values 196, 822 MB. At the
-    4.3 TB/s that a copy reaches on an H200 254 and 191 us, at an H100's 3.0 364 and 274.
-  - instructions: keys are operands as they are, and 16 values are turned by 8 permutes, where 16
-    numbers in e4m3 are converted by 16 instructions and turned by 8: fewer than for e4m3.
-  Memory is the floor. Target: the 256 us that e4m3 takes on an H200, and `k8v4`'s 204.
-
-Versions, H200, jax 0.11.2, us at 16 x 32k, 64 x 4k and 1 x 8k:
-                  cuDNN in bfloat16  464, 238, 14.8;  e4m3 249, 130, 12.5;  `k8v4` 199, 114, 12.6
-  v1, as above    int8               253.5, 133.4, 13.9: 1.83, 1.79, 1.06 times cuDNN, as a copy
-                  int8_v4            196.3, 102.4, 12.6: 2.36, 2.33, 1.18 times; 98 % of a copy
-  Rows: `benchmarks/results/paged_int8_2026-11-29.json`. 1 x 8k is a tenth behind e4m3's: int8 takes
-  the same launches, which were tuned for that.
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128, H200; the
+frame is `kernel`'s: 260 bytes a token, 254 us; with codes of 4 bits as values 196, 191 us. Memory
+is the floor. Target: 256 and 204 us, as of e4m3 and `k8v4`. Seen: 253.5 and 196.3, a copy's speed;
+1 x 8k is a tenth behind e4m3's.
 
 Products are of int8: queries and weights are integers of 15 bits in two columns (`integers`), of
 which the middle of a table is 0 here. Scales are where codes have norms.
+
+Roofline in full and versions: `docs/kernels/paged.md`.
 """
 
 import dataclasses

@@ -1,13 +1,9 @@
 """Caches of codes with a scale for each token (KV4, K8V4): how a warp multiplies with them.
 
-Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, so 4.19 M
-tokens of a KV head; the frame is `kernel`'s:
-  - bytes that must move: 132 a token of KV4, 554 MB, and 196 of K8V4, 822 MB: at the 4.3 TB/s that
-    a copy reaches on an H200 129 and 191 us, at an H100's 3.0 185 and 274.
-  - instructions, counted: 822 for a block of 64 tokens and warp (K8V4: 492 for 32, 984 for 64), so
-    58 us of all schedulers of an H200 (69); those of logic, shifts and permutes, half of them, are
-    issued every second clock, which is as long.
-Memory is the floor of both. Target: 140 and 205 us on an H200.
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128, H200; the
+frame is `kernel`'s: 132 bytes a token of KV4, 129 us, and 196 of K8V4, 191; instructions 58 and 69
+us. Memory is the floor of both. Target: 140 and 205 us. Seen: 139 and 198, 95 % of the rate of a
+copy.
 
 They are read as pools in which each sequence has one page. Values are 4-bit codes; keys are too,
 and meet queries rounded to e4m3 (KV4), or they are e4m3 and meet queries as they are (K8V4).
@@ -16,19 +12,10 @@ number, after a mask and no more: of the upper of a byte's codes it is 16 times 
 which queries and outputs make up for. What the 8 contributes is known beforehand, from the
 queries' or the weights' sums, and the sums of products start from it.
 
-Versions, H200, jax 0.11.2, 16 x 32k, the whole call, us (cuDNN on dense bfloat16: 465):
-                                             KV4    K8V4
-  Triton                                     249     307
-  v1, below, blocks of 64 and of 32 tokens   139     198    3.35 and 2.35 times
-    parts of 4,096                           138
-    3 blocks in flight                       141     199
-    blocks of 32 tokens, 4 in flight; of 64  148     198
-  Of KV4's 139 the kernel takes 134.5, the merge 3.1: 95 % of the rate of a copy. Signs of codes
-  flipped before masks are applied, not with them, are 64 instructions of 886 more; with a constant
-  that the compiler knows 197, as it copies that before every use.
-
 Queries of e4m3 are exact in float16, and so are products with codes: scores are those of the
 definition, but for the order of the sums. Weights are sums of two float16, in two columns.
+
+Roofline in full and versions: `docs/kernels/paged.md`.
 """
 
 import abc

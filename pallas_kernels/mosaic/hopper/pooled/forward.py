@@ -1,25 +1,13 @@
 """Pooled attention's forward pass for Hopper (multi-scale KV pooling, Li 2025, Algorithm 1).
 
-Roofline, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156 (of the blocks
-5 % at level 1, 10 % at 2, 10 % at 4, 25 % at 8):
-  - operations: 0.156 * 4 * 16 * 16384**2 * 128 = 0.34 T; at the 989 T/s of an H100's 16-bit matrix
-    units 0.35 ms.
-  - bytes: queries, keys (1.9 times, with the pooled ones), values, output: 0.4 GB: 0.13 ms.
-Arithmetic is the floor. Target: 580 T/s, 0.6 ms: what a dense kernel of this kind reaches.
+Roofline, for one sequence of 16,384 tokens, 16 heads of 128, density 0.156: 0.34 T operations, 0.35
+ms at the 989 T/s of an H100's 16-bit matrix units; 0.4 GB, 0.13 ms. Target: 0.6 ms, as a dense
+kernel of this kind reaches. Seen: 0.598 ms, with all blocks at level 1 3.35 (cuDNN 3.15).
 
 A program takes tiles of 128 queries of one head in turn. One warpgroup gathers blocks of one level
 into tiles of 128 pooled keys, two attend with 64 queries each and take turns at the matrix units.
 
-Versions, same case, H100, jax 0.11.2, milliseconds of the kernel, at densities 1 (cuDNN 3.15),
-0.16 and 0.058:
-  v1  edges of each level in tiles of their own, whose
-      columns the warpgroups that attend compute               3.30    0.630    0.302
-  v2  one sequence of edges, levels mixed in a tile; the
-      copying warpgroup writes what stands in the columns      3.35    0.598    0.270
-      causal (cuDNN 1.70), densities 1, 0.19 and 0.086         1.77    0.419    0.261
-A first version that kept the warpgroups half a step apart across tiles deadlocked: the copying one
-waits for both before the next tile. `benchmarks/results/pooled_versions_2026-11-21.json` has these
-runs.
+Roofline in full and versions: `docs/kernels/pooled.md`.
 """
 
 import functools

@@ -1,25 +1,16 @@
 """Gradients of keys and values of pooled attention for Hopper (Li 2025, Algorithm 2).
 
-Roofline, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156, all levels:
-  - operations: 0.156 * 8 * 16 * 16384**2 * 128 = 0.69 T; at 989 T/s 0.69 ms. A tile of 128 pooled
-    keys covers several blocks, and queries that attend to some of them are multiplied with the 64
-    keys of a warpgroup: up to 1.0 T where blocks have their levels at random.
-  - bytes: queries and gradients of outputs for each tile that they attend to, from the L2 cache:
-    0.1 to 2 GB; two float32 results: 0.5 GB: 0.16 ms.
-Target: 450 T/s, products that are masked afterwards included.
+Roofline, for one sequence of 16,384 tokens, 16 heads of 128, density 0.156: 0.69 T operations, 0.69
+ms at 989 T/s, up to 1.0 T where blocks have their levels at random; float32 results 0.16 ms.
+Target: 450 T/s, products that are masked afterwards included. Seen on an H100: 1.90 ms; 644 T/s
+where all blocks have level 1. Queries that attend to few of a tile's blocks bound it.
 
 A program takes tiles of 128 pooled keys in turn. One warpgroup copies 64 queries at a time, with
 the gradients of their outputs; two have 64 keys each as rows, so that weights and score gradients
 are the left operands of the products that follow, in registers. A warpgroup none of whose blocks
 has this level for these queries skips them.
 
-Versions, same case, H100, jax 0.11.2, milliseconds at densities 1, 0.16 and 0.058; causal at 0.19
-and 0.086, where all queries attend to the first block:
-  v1  a launch for each level                         7.17    2.06    0.991     1.99    1.28
-  v2  one launch, the coarsest level first            7.39    1.90    0.983     1.74    1.20
-  v3  the first tile of level 1 shared by 8 programs  7.59      -       -       1.51    0.88
-644 T/s where all blocks have level 1; elsewhere what limits it are queries that attend to few of a
-tile's blocks. `benchmarks/results/pooled_versions_2026-11-21.json` has these runs.
+Roofline in full and versions: `docs/kernels/pooled.md`.
 """
 
 import dataclasses
