@@ -36,19 +36,12 @@ Words = list[list[list[Int]]]
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block's static sizes.
+    """A block's static sizes."""
 
-    Attributes:
-      tokens: a power of two and at least 16.
-      head_dim: channels in memory, a multiple of 8.
-      channels: channels of the codes, a multiple of 8, at most 256.
-      dtype: of the values: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-    """
-
-    tokens: int
-    head_dim: int
-    channels: int
-    dtype: str
+    tokens: int  # a power of two and at least 16
+    head_dim: int  # channels in memory, a multiple of 8
+    channels: int  # channels of the codes, a multiple of 8, at most 256
+    dtype: str  # of the values: ``"bfloat16"``, ``"float16"`` or ``"float32"``
     warpgroups: int
 
     @property

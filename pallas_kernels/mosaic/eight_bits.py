@@ -115,16 +115,11 @@ class Rounding:
     quarter of such a unit. It creates no new halves: a quotient of 11-bit numbers that is not a
     half is at least 1.6 units away from one. Elsewhere the factor is 1, and the second sum changes
     nothing.
-
-    Attributes:
-      factor: the reciprocal of the scale, times `unit`.
-      unit: what a quotient is multiplied by.
-      offset: added in the second sum, which leaves `ROUNDER` plus the code.
     """
 
-    factor: Float
-    unit: Float
-    offset: Float
+    factor: Float  # the reciprocal of the scale, times `unit`
+    unit: Float  # what a quotient is multiplied by
+    offset: Float  # added in the second sum, which leaves `ROUNDER` plus the code
 
     @classmethod
     def of(cls, scale: Float, dtype: str) -> "Rounding":

@@ -19,8 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic.axes import all_own, own
 from pallas_kernels.mosaic.lane import Int, Pointer
+from pallas_kernels.varying import all_own, own
 
 WARPS = 4
 """Warps of a warpgroup."""

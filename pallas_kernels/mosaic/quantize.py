@@ -24,21 +24,13 @@ _THREADS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A tile's static settings.
+    """A tile's static settings."""
 
-    Attributes:
-      rows: tokens, a multiple of 64.
-      channels: 64 or 128.
-      block: tokens that share a scale, 64 or 128; divides `rows`.
-      dtype: ``"bfloat16"`` or ``"float16"``.
-      is_int8: int8 or e4m3 codes.
-    """
-
-    rows: int
-    channels: int
-    block: int
-    dtype: str
-    is_int8: bool
+    rows: int  # tokens, a multiple of 64
+    channels: int  # 64 or 128
+    block: int  # tokens that share a scale, 64 or 128; divides `rows`
+    dtype: str  # ``"bfloat16"`` or ``"float16"``
+    is_int8: bool  # int8 or e4m3 codes
 
     @property
     def step(self) -> int:

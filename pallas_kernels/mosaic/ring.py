@@ -19,8 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic.axes import own
 from pallas_kernels.mosaic.lane.fragments import ROWS as ROWS
+from pallas_kernels.varying import own
 
 WARPGROUPS = 2
 """Warpgroups that consume, each with its own rows."""

@@ -21,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import varying
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic.axes import all_own, own
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
+from pallas_kernels.varying import all_own, own
 
 _BARRIER_BYTES = 8
 Result = tuple[Float, Float, Float]
@@ -34,23 +34,15 @@ Result = tuple[Float, Float, Float]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
-    """A call's arrays as pointers, and their sizes.
+    """A call's arrays as pointers, and their sizes."""
 
-    Attributes:
-      query: ``[B, T, N, H]``.
-      lengths: tokens held, ``[B]``.
-      query_lengths: real queries, ``[B]``.
-      outputs: outputs and log-sum-exps; with several parts outputs, maxima and sums of each.
-      tokens: `T`.
-      heads: `N`.
-    """
-
-    query: Pointer
-    lengths: Pointer
-    query_lengths: Pointer
+    query: Pointer  # ``[B, T, N, H]``
+    lengths: Pointer  # tokens held, ``[B]``
+    query_lengths: Pointer  # real queries, ``[B]``
+    # Outputs and log-sum-exps; with several parts outputs, maxima and sums of each.
     outputs: list[Pointer]
-    tokens: int
-    heads: int
+    tokens: int  # `T`
+    heads: int  # `N`
     kv_heads: int
     head_dim: int
     dtype: str
@@ -70,25 +62,16 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """What a program works on.
+    """What a program works on."""
 
-    Attributes:
-      tile: number of its queries among those of the head.
-      pair: ``batch * K + head``.
-      begin: position of the first query token.
-      query_length: how many are real.
-      start: its first block.
-      stop: the one past its last; not above `start` if there is nothing to do.
-    """
-
-    tile: Int
-    pair: Int
+    tile: Int  # number of its queries among those of the head
+    pair: Int  # ``batch * K + head``
     batch: Int
     head: Int
-    begin: Int
-    query_length: Int
-    start: Int
-    stop: Int
+    begin: Int  # position of the first query token
+    query_length: Int  # how many are real
+    start: Int  # its first block
+    stop: Int  # the one past its last; not above `start` if there is nothing to do
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -174,21 +157,13 @@ def position(base: Int, here: Place, a: Arrays, at: Program) -> Int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slots:
-    """A warp's shared memory: blocks in flight, each with a barrier for its copies.
+    """A warp's shared memory: blocks in flight, each with a barrier for its copies."""
 
-    Attributes:
-      area: memory of the blocks.
-      barriers: memory of the barriers.
-      size: bytes of a block.
-      count: how many blocks there are.
-      arrivals: lanes that arrive at a barrier for a block.
-    """
-
-    area: Pointer
-    barriers: Pointer
-    size: int
-    count: int
-    arrivals: int = 1
+    area: Pointer  # memory of the blocks
+    barriers: Pointer  # memory of the barriers
+    size: int  # bytes of a block
+    count: int  # how many blocks there are
+    arrivals: int = 1  # lanes that arrive at a barrier for a block
 
     @classmethod
     def of(

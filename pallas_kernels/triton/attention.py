@@ -32,57 +32,39 @@ _State = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """An attention call's static settings.
+    """An attention call's static settings."""
 
-    Attributes:
-      mode: ``"int8"``, ``"int8_fp8"``, ``"fp8"`` or ``"float"``.
-      exp: the softmax's exponential.
-      unit: how many units of its argument are one nat.
-      block_q: query tokens that share a scale.
-      block_kv: tokens of a key block.
-      tile: query tokens of a program.
-    """
-
-    mode: str
-    exp: Exponential
-    unit: float
-    block_q: int
-    block_kv: int
+    mode: str  # ``"int8"``, ``"int8_fp8"``, ``"fp8"`` or ``"float"``
+    exp: Exponential  # the softmax's exponential
+    unit: float  # how many units of its argument are one nat
+    block_q: int  # query tokens that share a scale
+    block_kv: int  # tokens of a key block
     scale: float
     is_causal: bool
     window: tuple[int, int] | None
     soft_cap: float | None
-    tile: int
+    tile: int  # query tokens of a program
     num_warps: int
     num_stages: int
     interpret: bool
 
 
 class Extras(NamedTuple):
-    """Optional arrays of a call (in the kernel refs); None where it has none.
+    """Optional arrays of a call (in the kernel refs); None where it has none."""
 
-    Attributes:
-      shift: int32 ``[B]``, by how much a query's position exceeds a key's of the same index.
-      query_segments: int32 ``[B, T]``.
-      key_segments: int32 ``[B, S]``.
-      ranges: int32 ``[B, tiles, 2]``: for each tile of queries the key blocks ``first <= j < last``
-        outside which none is of their segments.
-      starts: int32 ``[B, T]``, 0 to `S`: keys of lower numbers are hidden from a query.
-      ends: int32 ``[B, T]`` beside them: so are keys from there on.
-      bias: ``[B or 1, N or 1, T or 1, S]``, added to the scores.
-      slopes: float32 ``[N]``: ``-slope * |distance|`` is added.
-      sinks: float32 ``[N]``, logits in the denominators.
-    """
-
+    # Int32 ``[B]``, by how much a query's position exceeds a key's of the same index.
     shift: Ref | None = None
-    query_segments: Ref | None = None
-    key_segments: Ref | None = None
+    query_segments: Ref | None = None  # int32 ``[B, T]``
+    key_segments: Ref | None = None  # int32 ``[B, S]``
+    # Int32 ``[B, tiles, 2]``: for each tile of queries the key blocks ``first <= j < last`` outside
+    # which none is of their segments.
     ranges: Ref | None = None
+    # Int32 ``[B, T]``, 0 to `S`: keys of lower numbers are hidden from a query.
     starts: Ref | None = None
-    ends: Ref | None = None
-    bias: Ref | None = None
-    slopes: Ref | None = None
-    sinks: Ref | None = None
+    ends: Ref | None = None  # int32 ``[B, T]`` beside them: so are keys from there on
+    bias: Ref | None = None  # ``[B or 1, N or 1, T or 1, S]``, added to the scores
+    slopes: Ref | None = None  # float32 ``[N]``: ``-slope * |distance|`` is added
+    sinks: Ref | None = None  # float32 ``[N]``, logits in the denominators
 
 
 NOTHING = Extras()

@@ -16,8 +16,9 @@ programs (`merge`).
 Roofline in full and versions: `docs/kernels/triton.md`.
 """
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +29,171 @@ from pallas_kernels import varying
 from pallas_kernels.layouts import Side as Side
 from pallas_kernels.merge import merge
 from pallas_kernels.triton import _common
-from pallas_kernels.triton._common import Ref
-from pallas_kernels.triton._decode_inputs import Query, load_query
-from pallas_kernels.triton._decode_inputs import Settings as Settings
-from pallas_kernels.triton._decode_split import (
-    State,
-    empty,
-    mask_of,
-    merge_split,
-    round_weights,
-    seen_of,
-    softmax,
-)
+from pallas_kernels.triton._common import Exponential, Ref, quantize_rows
 from pallas_kernels.triton._packed import Span, load_codes, spans, whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A decode call's static settings."""
+
+    mode: str  # ``"int8"``, or ``"float"``: queries and weights are not rounded
+    exp: Exponential  # the softmax's exponential
+    unit: float  # how many units of its argument are one nat
+    largest: float  # its value at 0
+    key_bits: tuple[int, ...]  # widths of the keys' code arrays
+    value_bits: tuple[int, ...]  # widths of the values' code arrays
+    block: int  # tokens of a cache block
+    # The first tokens that are in the buffer's first slots, before those of blocks.
+    first_tokens: int
+    scale: float
+    window: tuple[int, int] | None
+    soft_cap: float | None
+    splits: int  # programs that share a KV head's blocks
+    num_warps: int
+    num_stages: int
+    interpret: bool
+    out_dtype: str | None = None  # of the output, ``"float32"``; None for the queries'
+
+
+class Query(NamedTuple):
+    """A program's queries, and which tokens they see."""
+
+    parts: tuple[jax.Array, ...]  # codes [R, span], one per channel span
+    scale: jax.Array  # float32 [R]
+    position: jax.Array  # int32 [R]
+    is_real: jax.Array  # bool [R]
+
+
+def load_query(
+    q_ref: Ref,
+    at: tuple[jax.Array, jax.Array],
+    channels: tuple[Span, ...],
+    *,
+    rows: int,
+    group: int,
+    begin: jax.Array,
+    query_length: jax.Array,
+    s: Settings,
+) -> Query:
+    """Loads a KV head's query rows, row ``g * T + t``, and quantizes each."""
+    b, h = at
+    tokens = q_ref.shape[1]
+    r = jnp.arange(rows, dtype=jnp.int32)
+    is_row = r < group * tokens
+    t, head = r % tokens, h * group + jnp.minimum(r // tokens, group - 1)
+    parts = []
+    for span in channels:
+        ref = q_ref.at[b, t[:, None], head[:, None], span.positions()[None, :]]
+        x = plgpu.load(ref, mask=is_row[:, None] & span.inside()[None, :], other=0)
+        # The factor of the scores stays positive, so that it does not move the maximum.
+        parts.append(x if s.scale >= 0 else -x)
+    codes, scale = quantize_rows(tuple(parts), s.mode)
+    return Query(codes, scale * abs(s.scale), begin + t, is_row & (t < query_length))
+
+
+State = tuple[jax.Array, jax.Array, jax.Array]
+"""Outputs ``[H, R]``, maxima in the exponential's units and sums of weights ``[R]``, float32."""
+
+
+def empty(shape: tuple[int, ...]) -> State:
+    """The state before the first split, for outputs ``[H, R]``."""
+    lowest = jnp.full(shape[1:], -jnp.inf, jnp.float32)
+    return jnp.zeros(shape, jnp.float32), lowest, jnp.zeros(shape[1:], jnp.float32)
+
+
+def softmax(
+    products: list[jax.Array],
+    factor: jax.Array,
+    masks: list[jax.Array] | None,
+    s: Settings,
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """A split's own softmax, over tokens, which are rows.
+
+    Returns unnormalized weights ``[t, R]``, and for each column its maximum in the exponential's
+    units (``-inf`` where nothing is visible, and perhaps where scores are NaN) and sum.
+    """
+    scores = products
+    scale = factor * s.unit
+    if s.soft_cap is not None:
+        scores = [_common.soft_cap(x * factor[None, :], s.soft_cap) for x in scores]
+        scale = jnp.full_like(factor, s.unit)
+    if masks is not None:
+        scores = [
+            jnp.where(mask, x * scale[None, :], -jnp.inf)
+            for x, mask in zip(scores, masks, strict=True)
+        ]
+        scale = jnp.ones_like(factor)
+    maximum = functools.reduce(jnp.maximum, [jnp.max(x, axis=0) for x in scores]) * scale
+    shift = maximum
+    if masks is not None:
+        shift = jnp.where(maximum > -jnp.inf, maximum, 0.0)
+    weights = []
+    for i, x in enumerate(scores):
+        x = _common.fma(x, scale[None, :], -shift[None, :], s.interpret)
+        p = _common.evaluate(s.exp, x, s.interpret)
+        weights.append(p if masks is None else jnp.where(masks[i], p, 0.0))
+    total = functools.reduce(jnp.add, [jnp.sum(p, axis=0) for p in weights])
+    return weights, maximum, total
+
+
+def round_weights(p: jax.Array, s: Settings) -> tuple[jax.Array, jax.Array, float]:
+    """Weights as the second product's operand, their sums over tokens, and the value of a unit."""
+    if s.mode == "int8":
+        unit = s.largest / _common.INT8_RANGE
+        codes = _common.round_product(p, 1 / unit, s.interpret)
+        return codes, jnp.sum(codes.astype(jnp.int32), axis=0), unit
+    return p, jnp.sum(p, axis=0), 1.0
+
+
+def seen_of(masks: list[jax.Array]) -> jax.Array:
+    """Which queries see anything, from masks ``[t, R]``."""
+    found = [jnp.max(jnp.where(mask, 1.0, 0.0), axis=0) for mask in masks]
+    return functools.reduce(jnp.maximum, found) > 0
+
+
+def merge_split(
+    state: State,
+    product: jax.Array,
+    maximum: jax.Array,
+    total: jax.Array,
+    factor: jax.Array,
+    seen: jax.Array | None,
+    s: Settings,
+) -> State:
+    """Adds a split's result, float32 ``[H, R]``, to the running outputs, maxima and sums.
+
+    `maximum` ``[R]`` is ``-inf`` where the split shows nothing; `total` ``[R]`` are sums of
+    weights; `factor` scales the scores, and is NaN where a key was; `seen` ``[R]`` says which
+    queries see something of the split, None if all see all of it.
+    """
+    o, m, l = state
+    exp = functools.partial(_exp_of_units, s=s)
+    # A maximum and SAS lose a NaN; the sum brings it back.
+    lost = factor * 0.0
+    new = jnp.maximum(m, maximum)
+    shift = new
+    if seen is not None:
+        lost = jnp.where(seen, lost, 0.0)
+        product = jnp.where(seen[None, :], product, 0.0)
+        shift = jnp.where(new > -jnp.inf, new, 0.0)
+    alpha, weight = exp(m - shift), exp(maximum - shift)
+    o = _common.fma(product, weight[None, :], o * alpha[None, :], s.interpret)
+    return o, new, l * alpha + (total * weight + lost)
+
+
+def _exp_of_units(x: jax.Array, s: Settings) -> jax.Array:
+    return _common.exp2(x * (_common.LOG2_E / s.unit), s.interpret)
+
+
+def mask_of(query: Query, position: jax.Array, extra: jax.Array | None, s: Settings) -> jax.Array:
+    """Which tokens at `position` ``[t]`` each query sees, ``[t, R]``."""
+    q, k = query.position[None, :], position[:, None]
+    mask = (k <= q) & query.is_real[None, :]
+    if s.window is not None:
+        mask = mask & (k >= q - s.window[0]) & (k <= q + s.window[1])
+    return mask if extra is None else mask & extra[:, None]
+
 
 _LOW_BITS = 7
 # Columns of the smallest matrix product.

@@ -37,26 +37,16 @@ _NEIGHBOURS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A launch's static settings.
+    """A launch's static settings."""
 
-    Attributes:
-      tokens: of a program, a power of two and at least 16.
-      outputs: of a program, the same.
-      splits: programs that share the groups of a tile.
-      num_stages: steps in flight.
-      gated: whether rows are gate and up, in alternating groups of eight.
-      activation: None, "silu" or "gelu"; "swiglu" or "geglu" exactly for gated weights.
-      has_e4m3: whether the GPU converts to e4m3.
-    """
-
-    tokens: int
-    outputs: int
-    splits: int
+    tokens: int  # of a program, a power of two and at least 16
+    outputs: int  # of a program, the same
+    splits: int  # programs that share the groups of a tile
     num_warps: int
-    num_stages: int
-    gated: bool
-    activation: str | None
-    has_e4m3: bool
+    num_stages: int  # steps in flight
+    gated: bool  # whether rows are gate and up, in alternating groups of eight
+    activation: str | None  # None, "silu" or "gelu"; "swiglu" or "geglu" exactly for gated weights
+    has_e4m3: bool  # whether the GPU converts to e4m3
     interpret: bool
 
 

@@ -33,9 +33,8 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import varying
 from pallas_kernels.merge import merge
 from pallas_kernels.triton import _common
-from pallas_kernels.triton._common import Ref
+from pallas_kernels.triton._common import Ref, quantize_rows
 from pallas_kernels.triton._paged_codes import fp8_to_float16, to_float16
-from pallas_kernels.triton._rows import quantize_rows
 
 # Columns of the smallest matrix product, and terms of its sum.
 _ROWS, _NARROWEST = 8, 16
@@ -63,23 +62,17 @@ _State = tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
-
-    Attributes:
-      tile: tokens taken at a time, a power of two from 16; the cache holds whole tiles.
-      splits: programs that share a KV head's tokens.
-      out_dtype: of the output, ``"float32"``; None for the queries'.
-    """
+    """A call's static settings."""
 
     scale: float
     window: tuple[int, int] | None
     soft_cap: float | None
-    tile: int
-    splits: int
+    tile: int  # tokens taken at a time, a power of two from 16; the cache holds whole tiles
+    splits: int  # programs that share a KV head's tokens
     num_warps: int
     num_stages: int
     interpret: bool
-    out_dtype: str | None = None
+    out_dtype: str | None = None  # of the output, ``"float32"``; None for the queries'
 
 
 class Side(NamedTuple):

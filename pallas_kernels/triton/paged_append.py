@@ -45,19 +45,12 @@ _TINY_INTEGERS, _RECIPROCAL_RANGE = 2.0**-25, float(np.float32(1 / 127))
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
+    """A call's static settings."""
 
-    Attributes:
-      codecs: of each side's codes; None for int8.
-      tokens: of a sequence in this call, `T`.
-      rows: vectors of a program, a power of two.
-      pieces: into which a vector is cut, a power of two.
-    """
-
-    codecs: tuple[Codec | None, ...]
-    tokens: int
-    rows: int
-    pieces: int
+    codecs: tuple[Codec | None, ...]  # of each side's codes; None for int8
+    tokens: int  # of a sequence in this call, `T`
+    rows: int  # vectors of a program, a power of two
+    pieces: int  # into which a vector is cut, a power of two
     num_warps: int
     interpret: bool
 

@@ -42,24 +42,15 @@ _State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A launch's static settings.
+    """A launch's static settings."""
 
-    Attributes:
-      level: tokens of a group: 1, 2, 4 or 8.
-      rows: groups of a program, a power of two that covers at most 16 blocks.
-      step: queries at a time, a power of two, at most `block_q`.
-      block_q: queries to a list's entry.
-      block_kv: keys to a block, a power of two.
-      is_causal: a query sees a group if it sees the group's last token.
-    """
-
-    level: int
-    rows: int
-    step: int
-    block_q: int
-    block_kv: int
+    level: int  # tokens of a group: 1, 2, 4 or 8
+    rows: int  # groups of a program, a power of two that covers at most 16 blocks
+    step: int  # queries at a time, a power of two, at most `block_q`
+    block_q: int  # queries to a list's entry
+    block_kv: int  # keys to a block, a power of two
     scale: float
-    is_causal: bool
+    is_causal: bool  # a query sees a group if it sees the group's last token
     num_warps: int
     num_stages: int
     interpret: bool

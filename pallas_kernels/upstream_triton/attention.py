@@ -29,32 +29,20 @@ BLOCK_KV = (32, 64, 128)
 
 @dataclasses.dataclass(frozen=True)
 class SparseExponential:
-    """An exponential from a table and a cubic: ``base**-i * cubic(f)`` where ``i + f = -x``.
+    """An exponential from a table and a cubic: ``base**-i * cubic(f)`` where ``i + f = -x``."""
 
-    Attributes:
-      coefficients: of the cubic on [0, 1), constant term first.
-      threshold: natural-log units, negative; below it the value is 0.
-      base: ``"e"``, or ``"2"`` where `x` counts powers of two.
-    """
-
-    coefficients: tuple[float, ...]
-    threshold: float
-    base: Literal["e", "2"]
+    coefficients: tuple[float, ...]  # of the cubic on [0, 1), constant term first
+    threshold: float  # natural-log units, negative; below it the value is 0
+    base: Literal["e", "2"]  # ``"e"``, or ``"2"`` where `x` counts powers of two
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How the kernel is laid out on the GPU; results differ by rounding only.
+    """How the kernel is laid out on the GPU; results differ by rounding only."""
 
-    Attributes:
-      rows: queries of one program, a power of two of at least 64.
-      num_warps: warps that share them.
-      num_stages: key blocks in flight.
-    """
-
-    rows: int
-    num_warps: int
-    num_stages: int
+    rows: int  # queries of one program, a power of two of at least 64
+    num_warps: int  # warps that share them
+    num_stages: int  # key blocks in flight
 
 
 def default_tiling(head_dim: int) -> Tiling:

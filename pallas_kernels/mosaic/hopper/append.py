@@ -27,29 +27,18 @@ _WARP = 32
 
 
 class _Program(NamedTuple):
-    """What a program works on.
-
-    Attributes:
-      heads: `K`.
-      row: tokens in the buffer.
-      size: tokens that fill it.
-      flush: how many of them a full buffer compresses.
-      first_tokens: how many stay in the buffer in front of those.
-      buffer: this head's buffer.
-      scale: where this head's universal scale is stored.
-      share: the lane's part of a block of the buffer.
-    """
+    """What a program works on."""
 
     batch: Int
     head: Int
-    heads: int
-    row: Int
-    size: int
-    flush: int
-    first_tokens: int
-    buffer: Pointer
-    scale: Pointer
-    share: Share
+    heads: int  # `K`
+    row: Int  # tokens in the buffer
+    size: int  # tokens that fill it
+    flush: int  # how many of them a full buffer compresses
+    first_tokens: int  # how many stay in the buffer in front of those
+    buffer: Pointer  # this head's buffer
+    scale: Pointer  # where this head's universal scale is stored
+    share: Share  # the lane's part of a block of the buffer
     memory: Pointer
 
 

@@ -28,23 +28,15 @@ from pallas_kernels.mosaic.stage2 import Arrays, Layout, Target
 
 
 class Prompt(NamedTuple):
-    """One side of a prompt, and where its blocks go.
+    """One side of a prompt, and where its blocks go."""
 
-    Attributes:
-      x: bfloat16, float16 or float32 ``[B, S, K, H]``.
-      slots: int32 ``[B, K]``, each head's place among the slots of `codes`.
-      codes: uint8, one array for each width, see `pallas_kernels.mosaic.stage2.Arrays`.
-      channel_scale: int8 ``[B, K, n, H]``.
-      channel_zero: int8 ``[B, K, n, H]``.
-      block_scale: float32 ``[B, K, n]``.
-    """
-
-    x: jax.Array
-    slots: jax.Array
+    x: jax.Array  # bfloat16, float16 or float32 ``[B, S, K, H]``
+    slots: jax.Array  # int32 ``[B, K]``, each head's place among the slots of `codes`
+    # Uint8, one array for each width, see `pallas_kernels.mosaic.stage2.Arrays`.
     codes: tuple[jax.Array, ...]
-    channel_scale: jax.Array
-    channel_zero: jax.Array
-    block_scale: jax.Array
+    channel_scale: jax.Array  # int8 ``[B, K, n, H]``
+    channel_zero: jax.Array  # int8 ``[B, K, n, H]``
+    block_scale: jax.Array  # float32 ``[B, K, n]``
 
     @property
     def state(self) -> list[jax.Array]:
@@ -53,23 +45,14 @@ class Prompt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """One side's static settings.
+    """One side's static settings."""
 
-    Attributes:
-      layout: of a stored block.
-      stored: how many blocks there is room for.
-      operand: the codes for attention, or only the blocks' place in the prompt.
-      has_operand: which of the two.
-      every_block: whether to find the maxima of blocks that are not stored, too.
-      begin: the first token of the first block.
-    """
-
-    layout: Layout
-    stored: int
-    operand: Codes
-    has_operand: bool
-    every_block: bool
-    begin: int
+    layout: Layout  # of a stored block
+    stored: int  # how many blocks there is room for
+    operand: Codes  # the codes for attention, or only the blocks' place in the prompt
+    has_operand: bool  # which of the two
+    every_block: bool  # whether to find the maxima of blocks that are not stored, too
+    begin: int  # the first token of the first block
 
     @classmethod
     def of(

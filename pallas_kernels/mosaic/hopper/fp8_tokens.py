@@ -30,21 +30,13 @@ _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
+    """A call's static settings."""
 
-    Attributes:
-      channels: of a token, `K`, at most `LARGEST`.
-      dtype: of the tokens, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-      norm_dtype: of the channels' factors, one of these; None if there are no factors.
-      eps: added to the mean square; None for factors alone, without a norm.
-      warpgroups: of a program, 1 to 4.
-    """
-
-    channels: int
-    dtype: str
-    norm_dtype: str | None
-    eps: float | None
-    warpgroups: int
+    channels: int  # of a token, `K`, at most `LARGEST`
+    dtype: str  # of the tokens, ``"bfloat16"``, ``"float16"`` or ``"float32"``
+    norm_dtype: str | None  # of the channels' factors, one of these; None if there are no factors
+    eps: float | None  # added to the mean square; None for factors alone, without a norm
+    warpgroups: int  # of a program, 1 to 4
 
     @property
     def run(self) -> int:

@@ -39,25 +39,15 @@ _FEW, _MOST_WARPS, _SHARED_WARPS = 64, 32, 8
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
+    """A call's static settings."""
 
-    Attributes:
-      dtype: of the vectors, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-      has_e4m3_keys: whether keys are e4m3, not 4-bit codes.
-      tokens: of a sequence in this call, `T`.
-      heads: `K`.
-      head_dim: `H`, a multiple of 8.
-      rows: of a sequence and head, `S`.
-      max_length: tokens that a sequence may have.
-    """
-
-    dtype: str
-    has_e4m3_keys: bool
-    tokens: int
-    heads: int
-    head_dim: int
-    rows: int
-    max_length: int
+    dtype: str  # of the vectors, ``"bfloat16"``, ``"float16"`` or ``"float32"``
+    has_e4m3_keys: bool  # whether keys are e4m3, not 4-bit codes
+    tokens: int  # of a sequence in this call, `T`
+    heads: int  # `K`
+    head_dim: int  # `H`, a multiple of 8
+    rows: int  # of a sequence and head, `S`
+    max_length: int  # tokens that a sequence may have
 
     @property
     def vectors(self) -> int:

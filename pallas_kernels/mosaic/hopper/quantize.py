@@ -41,36 +41,23 @@ def unsupported(x: jax.Array, block: int) -> str | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """What a program works on.
+    """What a program works on."""
 
-    Attributes:
-      pair: ``batch * K + head``.
-      number: of the block among those of the pair.
-      x: the pair's first token.
-      length: tokens of the sequence that count.
-    """
-
-    pair: Int
-    number: Int
-    x: Pointer
-    length: Int
+    pair: Int  # ``batch * K + head``
+    number: Int  # of the block among those of the pair
+    x: Pointer  # the pair's first token
+    length: Int  # tokens of the sequence that count
     share: Share
     memory: Pointer
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Blocks that programs take, one each: static. Subclasses have `outputs` and `run`.
+    """Blocks that programs take, one each: static. Subclasses have `outputs` and `run`."""
 
-    Attributes:
-      shape: of the tensor, ``[B, S, K, H]``.
-      block: as a program holds it.
-      count: blocks, or runs of them, of a sequence.
-    """
-
-    shape: tuple[int, ...]
-    block: Block
-    count: int
+    shape: tuple[int, ...]  # of the tensor, ``[B, S, K, H]``
+    block: Block  # as a program holds it
+    count: int  # blocks, or runs of them, of a sequence
 
     @property
     def programs(self) -> int:
@@ -101,17 +88,12 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Codes(Work):
-    """Turns blocks to codes; see `quantize`.
+    """Turns blocks to codes; see `quantize`."""
 
-    Attributes:
-      is_int8: int8 or e4m3.
-      maxima: how many are given for each sequence and head, 0 if each block has its own.
-    """
-
-    is_int8: bool
+    is_int8: bool  # int8 or e4m3
     tokens_last: bool = False
     permuted: bool = False
-    maxima: int = 0
+    maxima: int = 0  # how many are given for each sequence and head, 0 if each block has its own
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:

@@ -27,17 +27,12 @@ class Segments(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """For each of a row's tiles, in tokens of the other side: int32 numbers, or arrays of them.
+    """For each of a row's tiles, in tokens of the other side: int32 numbers, or arrays of them."""
 
-    Attributes:
-      start: no token before it has an id of the tile, or is within bounds of it.
-      stop: no token from there on has, or is.
-      full_start: all tokens from there to `full_stop` are of the tile's only segment, or within
-        the bounds of all.
-    """
-
-    start: jax.Array
-    stop: jax.Array
+    start: jax.Array  # no token before it has an id of the tile, or is within bounds of it
+    stop: jax.Array  # no token from there on has, or is
+    # All tokens from there to `full_stop` are of the tile's only segment, or within the bounds of
+    # all.
     full_start: jax.Array
     full_stop: jax.Array
 

@@ -30,6 +30,7 @@ from pallas_kernels.mosaic.hopper.decode.block import (
     add_block,
     channel_words,
     code_words,
+    load_query,
     load_words,
     plain_queries,
     scaled_queries,
@@ -37,10 +38,9 @@ from pallas_kernels.mosaic.hopper.decode.block import (
     softmax,
     token_words,
 )
-from pallas_kernels.mosaic.hopper.decode.inputs import Arrays, Program, copies_of
-from pallas_kernels.mosaic.hopper.decode.inputs import Settings as Settings
-from pallas_kernels.mosaic.hopper.decode.inputs import stage_bytes as stage_bytes
-from pallas_kernels.mosaic.hopper.decode.query import load_query
+from pallas_kernels.mosaic.hopper.decode.frame import Arrays, Program, copies_of
+from pallas_kernels.mosaic.hopper.decode.frame import Settings as Settings
+from pallas_kernels.mosaic.hopper.decode.frame import stage_bytes as stage_bytes
 from pallas_kernels.mosaic.hopper.decode.types import (
     Numerics,
     Place,
@@ -131,21 +131,14 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) ->
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Products:
-    """What a warp computes of blocks and the buffer, with code for each width of keys and values.
+    """What a warp computes of blocks and the buffer, with code for each width of the codes."""
 
-    Attributes:
-      shape: sizes, with the widest codes.
-      key: width of the head's keys.
-      value: width of its values.
-      tokens: the first of each of the lane's words of four.
-    """
-
-    shape: Shape
-    key: Width
-    value: Width
+    shape: Shape  # sizes, with the widest codes
+    key: Width  # width of the head's keys
+    value: Width  # width of its values
     here: Place
     n: Numerics
-    tokens: list[Int]
+    tokens: list[Int]  # the first of each of the lane's words of four
 
     @classmethod
     def of(cls, shape: Shape, key: Width, value: Width, here: Place, n: Numerics) -> "Products":

@@ -29,26 +29,16 @@ _ALL = (16, 8, 4, 2, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
+    """A call's static settings."""
 
-    Attributes:
-      queries: of all sequences and heads, ``B * T * N``.
-      parts: splits.
-      rows: queries of a KV head, ``G * T``.
-      tokens: `T`.
-      heads: `N`.
-      head_dim: `H`, 64, 128 or 256.
-      dtype: of the result.
-    """
-
-    queries: int
-    parts: int
-    rows: int
-    tokens: int
-    heads: int
+    queries: int  # of all sequences and heads, ``B * T * N``
+    parts: int  # splits
+    rows: int  # queries of a KV head, ``G * T``
+    tokens: int  # `T`
+    heads: int  # `N`
     kv_heads: int
-    head_dim: int
-    dtype: str
+    head_dim: int  # `H`, 64, 128 or 256
+    dtype: str  # of the result
 
     @property
     def warps(self) -> int:

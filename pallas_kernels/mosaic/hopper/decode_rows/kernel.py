@@ -15,6 +15,7 @@ Roofline in full and versions: `docs/kernels/decode.md`.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,14 +23,250 @@ import jax
 from pallas_kernels.layouts import LOG2_E, Side
 from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.decode import frame
-from pallas_kernels.mosaic.hopper.decode.inputs import Arrays, Program, Settings, copies_of
-from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Shape
-from pallas_kernels.mosaic.hopper.decode_rows.block import Queries, State, Tokens, query_bytes
-from pallas_kernels.mosaic.hopper.decode_rows.operands import channel_of, scratch_bytes
-from pallas_kernels.mosaic.hopper.decode_rows.products import Products
-from pallas_kernels.mosaic.hopper.decode_rows.query import store_queries
-from pallas_kernels.mosaic.hopper.decode_rows.team import Team, exchange_bytes
+from pallas_kernels.mosaic.hopper.decode.block import channel_words, row_code, row_scale
+from pallas_kernels.mosaic.hopper.decode.frame import Arrays, Program, Settings, copies_of
+from pallas_kernels.mosaic.hopper.decode.kernel import transposed
+from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Shape, Width
+from pallas_kernels.mosaic.hopper.decode_rows.block import (
+    Queries,
+    State,
+    Team,
+    Tokens,
+    Weights,
+    add_block,
+    exchange_bytes,
+    query_bytes,
+    scores,
+    softmax,
+)
+from pallas_kernels.mosaic.hopper.decode_rows.operands import (
+    UNIT,
+    channel_of,
+    key_channels,
+    key_pairs,
+    prepare_keys,
+    prepare_values,
+    scratch_bytes,
+    signed_bytes,
+    value_channels,
+    value_pairs,
+)
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Products:
+    """What a warp computes of blocks and the buffer, with code for each width of the codes."""
+
+    shape: Shape  # sizes, with the widest codes
+    key: Width  # width of the head's keys
+    value: Width  # width of its values
+    here: Place
+    n: Numerics
+    tokens: Tokens  # those of the scores' columns
+    queries: Queries  # the program's
+    scratch: Pointer  # the warp's shared memory of `scratch_bytes`
+    team: Team
+
+    def _of_key(self, bits: int) -> Shape:
+        return dataclasses.replace(self.shape, key_bits=bits)
+
+    def _of_value(self, bits: int) -> Shape:
+        return dataclasses.replace(self.shape, value_bits=bits)
+
+    def _scores(self, f: Callable[[Shape], list[list[Float]]]) -> list[list[Float]]:
+        """Scores by row, from `f` for the width of the keys."""
+        rows, count = self.shape.rows // 8, self.shape.block // (4 * self.team.size)
+        flat = self.key.either(
+            [Float] * (rows * count),
+            lambda bits: [x for row in f(self._of_key(bits)) for x in row],
+        )
+        return [flat[i * count : (i + 1) * count] for i in range(rows)]
+
+    def _add(
+        self, state: State, weights: Weights, scale: Float, values: Callable[[Shape], Any]
+    ) -> State:
+        """Adds weighted values, whose operands are ``values(shape)`` for a width of values."""
+        flat = self.value.either(
+            [Float] * len(state.flat()),
+            lambda bits: add_block(
+                self.shape, state, weights, values(self._of_value(bits)), scale, self.n
+            ).flat(),
+        )
+        return State.of(flat, self.shape.rows // 16)
+
+    def attend_block(
+        self,
+        state: State,
+        slot: Pointer,
+        scales: tuple[Float, Float],
+        first_token: Int,
+        is_masked: bool,
+        when_alone: Callable[[], None],
+    ) -> State:
+        """Adds the block in shared memory at `slot`; `scales` are those of its keys and values.
+
+        `is_masked` says whether some query may not see all of it. In a team of several warps,
+        `when_alone` is called once all of them are done with the block before.
+        """
+        here, scratch = self.here, self.scratch
+        offsets = {name: self.shape.offset(name) for name, _ in self.shape.parts}
+
+        def of_keys(shape: Shape) -> list[list[Float]]:
+            prepare_keys(shape, slot, offsets, scratch, here)
+            lane.warp_barrier()
+            column = self.tokens.of_column(here) * shape.key_row + here.t * (shape.key_row // 4)
+
+            def load(tile: int) -> list[Int]:
+                token = slot.at(column, self.tokens.offsets[tile] * shape.key_row)
+                return token.words(shape.key_row // 16)
+
+            return scores(
+                shape,
+                self.shape.block // (8 * self.team.size),
+                self.queries,
+                here,
+                load,
+                lambda i: key_channels(scratch, i, here),
+                lambda words, i, channels: key_pairs(shape, words, i, channels),
+            )
+
+        found = self._scores(of_keys)
+        lane.warp_barrier()
+        fours = self.shape.head_dim // (32 * self.team.size)
+
+        def prepare(bits: int) -> list[Any]:
+            shape = self._of_value(bits)
+            before = self.team.member * fours
+            prepare_values(shape, slot, offsets, scratch, here, fours, before)
+            return []
+
+        self.value.either([], prepare)
+        weights = self._softmax(found, scales[0], first_token, is_masked)
+        lane.warp_barrier()
+        if self.team.size > 1:
+            when_alone()
+        own = self.team.member * (4 * fours)
+
+        def of_values(shape: Shape) -> Callable[[int], list[list[Int]]]:
+            of_four: dict[int, list[Int]] = {}
+
+            def values(number: int) -> list[list[Int]]:
+                four, which = divmod(number, 4)
+                if four not in of_four:
+                    of_four.clear()
+                    of_four[four] = value_channels(scratch, four, here)
+                channel = channel_of(number, here.g, shape.head_dim) + own
+                place = channel * shape.value_row + here.t * (shape.value_row // 4)
+                words = slot.at(place, offsets["value"]).words(shape.value_row // 16)
+                return value_pairs(shape, words, of_four[four], which)
+
+            return values
+
+        return self._add(state, weights, scales[1], of_values)
+
+    def _softmax(
+        self, found: list[list[Float]], scale: Float, first: Int, is_masked: bool
+    ) -> Weights:
+        return softmax(
+            found,
+            self.queries,
+            scale,
+            self.tokens,
+            first,
+            is_masked,
+            self.here,
+            self.team,
+            self.n,
+        )
+
+    def attend_buffer(self, a: Arrays, state: State, at: Program, number: Int) -> State:
+        here, begin = self.here, number * self.shape.block
+        key, value = (x.buffer.times(at.pair, a.buffer_size * a.head_dim) for x in (a.key, a.value))
+        scales = [x.buffer_scale.at(at.pair << 2).float() for x in (a.key, a.value)]
+
+        def row_of(token: Int) -> Int:
+            return (token + begin).minimum(a.buffer_size - 1) * a.head_dim
+
+        def of_keys(shape: Shape) -> list[list[Float]]:
+            def load(tile: int) -> list[Int]:
+                row = key.at(row_of(self.tokens.of_column(here) + self.tokens.offsets[tile]))
+                return channel_words(row, here, a.head_dim, shape.key_bits)
+
+            return scores(
+                shape,
+                self.shape.block // (8 * self.team.size),
+                self.queries,
+                here,
+                load,
+                lambda _: None,
+                lambda words, i, _: signed_bytes(words[i]),
+            )
+
+        found = self._scores(of_keys)
+        weights = self._softmax(found, scales[0], at.compressed + begin, True)
+        own = self.team.member * (a.head_dim // (8 * self.team.size))
+
+        def of_values(shape: Shape) -> Callable[[int], list[list[Int]]]:
+            groups: dict[int, list[list[Int]]] = {}
+
+            def values(number: int) -> list[list[Int]]:
+                four, which = divmod(number, 4)
+                if four not in groups:
+                    groups.clear()
+                    groups[four] = transposed(a, shape, value.at(own), four, here, row_of)
+                return [signed_bytes(words[which]) for words in groups[four]]
+
+            return values
+
+        return self._add(state, weights, scales[1], of_values)
+
+
+def store_queries(
+    a: warp.Arrays,
+    at: warp.Program,
+    shape: Shape,
+    here: Place,
+    queries: Queries,
+    key: Width,
+    number: Int,
+    factor: float,
+    unit: float,
+) -> None:
+    """Quantizes eight of the program's queries; row ``head * T + token`` of its KV head.
+
+    `key` is the width of the head's keys, which determines the order of channels. `number` is the
+    warp's; several warps may store the same. `factor` is the scores', `unit` the exponential's.
+    """
+    eight = number & (shape.rows // 8 - 1)
+    tile, half = eight >> 1, eight & 1
+    own = (eight << 3) + here.g
+    row = (at.tile * shape.rows + own).minimum(a.rows - 1)
+    index = (at.batch * a.tokens + row % a.tokens) * a.heads + at.head * a.group + row // a.tokens
+    width = 4 if a.dtype == "float32" else 2
+    pointer = a.query.times(index, a.head_dim * width)
+
+    def load(bits: int) -> list[Float]:
+        words = channel_words(pointer, here, a.head_dim, bits, width)
+        return [v for word in words for v in warp.numbers(word, a.dtype)]
+
+    x = key.either([Float] * (a.head_dim // 4), load)
+    # The factor of the scores stays positive, so that it does not move the maximum.
+    x = x if factor >= 0 else [-v for v in x]
+    scale = row_scale(x)
+    codes = [row_code(v, scale).to_float() for v in x]
+    place = queries.operands.at(
+        (tile * (shape.head_dim // 16 * 512)) + (((here.g << 2) + here.t) << 4) + (half << 2)
+    )
+    for i in range(0, len(codes), 4):
+        for odd in (0, 1):
+            pair = lane.half.pack(codes[i + odd], codes[i + odd + 2])
+            place.at(128 * i + 8 * odd).store(pair)
+    token = row % a.tokens
+    is_real = (at.tile * shape.rows + own < a.rows) & (token < at.query_length)
+    with lane.when(here.t.equals(0)):
+        queries.scales.at(own << 2).store(scale * (abs(factor) * unit / UNIT))
+        queries.positions.at(own << 2).store(is_real.where(at.begin + token, -1))
 
 
 def _row(head_dim: int) -> int:
@@ -41,14 +278,11 @@ def _row(head_dim: int) -> int:
 class RowSettings(Settings):
     """Static settings as of `decode`, with 16 or 32 rows.
 
-    Attributes:
-      team: how many warps share blocks, 1 or 2.
-
     Raises:
       ValueError: if this number of rows or this team is not supported.
     """
 
-    team: int = 1
+    team: int = 1  # how many warps share blocks, 1 or 2
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -38,19 +38,12 @@ def unsupported(query: jax.Array, out: jax.Array, block: int) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows(quantize.Work):
-    """Blocks of `d_out`.
+    """Blocks of `d_out`."""
 
-    Attributes:
-      codes: of `d_out`, or None.
-      out_shape: of `out`, ``[B, T', N, H']``.
-      out_block: `out` as a program holds it, with its own channels and dtype.
-      rows: of `lse` and `delta`.
-    """
-
-    codes: Codes | None
-    out_shape: tuple[int, ...]
-    out_block: Block
-    rows: int
+    codes: Codes | None  # of `d_out`, or None
+    out_shape: tuple[int, ...]  # of `out`, ``[B, T', N, H']``
+    out_block: Block  # `out` as a program holds it, with its own channels and dtype
+    rows: int  # of `lse` and `delta`
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:

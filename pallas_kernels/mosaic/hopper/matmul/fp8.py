@@ -75,24 +75,13 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings) -> None:
     me = lax.axis_index("warpgroup")
 
     def body(m: Tile, w: Ref) -> None:
-        def consume(work: Work, slot: jax.Array) -> jax.Array:
-            total, slot = _accumulate(work, slot, me, m, w, s)
-            program.store(total, work, me, m, a, s)
-            return slot
-
         def copy(g: jax.Array, slot: jax.Array, work: Work) -> None:
             source = w_ref.at[pl.ds(work.row, TILE), pl.ds(g * GROUP, GROUP)]
             plgpu.copy_gmem_to_smem(source, w.at[slot], m.ready.at[slot])
 
-        program.run_program(
-            tiles,
-            w_ref.shape[1] // GROUP,
-            m,
-            s,
-            consume,
-            lambda work, slot: program.produce(work, slot, m, a, s, copy),
-            (lambda: None, lambda: None),
-        )
+        sums = functools.partial(_accumulate, me=me, m=m, w=w, s=s)
+        consume = program.stored(sums, me, m, a, s)
+        program.run_program(tiles, w_ref.shape[1] // GROUP, m, a, s, consume, copy)
 
     pl.run_scoped(
         body,

@@ -29,13 +29,93 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import lane, ring
-from pallas_kernels.mosaic.hopper.matmul import epilogue
+from pallas_kernels.mosaic.hopper.matmul import epilogue, program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
-from pallas_kernels.mosaic.hopper.matmul.plan import Plan, make_plan
 from pallas_kernels.mosaic.lane import Int, Pointer
 from pallas_kernels.mosaic.products import int4, wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP, TABLE_BYTES, TABLES
-from pallas_kernels.mosaic.ring import PROGRAM, ROW, ROWS, SCALAR
+from pallas_kernels.mosaic.ring import PROGRAM, ROWS, SCALAR
+
+NAN = 0x7FFF7FFF
+"""A word of two float16 or bfloat16 NaNs."""
+_LANES = 32
+
+
+class Plan:
+    """Where each expert's tokens and tiles begin: each program computes it, in shared memory.
+
+    `held` are int32: for every expert, and after the last one, the number of tokens before it; then
+    the same of tiles of tokens; then how many tiles there are, how many tokens they hold, and the
+    word of two numbers that the other rows are filled with. If sizes of groups are not valid, there
+    are no tiles.
+    """
+
+    def __init__(self, held: Any, experts: int) -> None:
+        self.held, self.experts = held, experts
+
+    @staticmethod
+    def size(experts: int) -> int:
+        return 2 * (experts + 1) + 3
+
+    def token(self, expert: Any) -> Any:
+        return self.held[expert]
+
+    def tile(self, expert: Any) -> Any:
+        return self.held[expert + (self.experts + 1)]
+
+    def bound(self, i: int) -> Any:
+        """Number of tiles, of tokens, and what rows of no expert hold."""
+        return self.held[2 * (self.experts + 1) + i]
+
+    def expert(self, tile: Any) -> Any:
+        low, high = jnp.int32(0), jnp.int32(self.experts - 1)
+        for _ in range((self.experts - 1).bit_length()):
+            middle = (low + high) >> 1
+            is_past = self.tile(middle + 1) > tile
+            low, high = jnp.where(is_past, low, middle + 1), jnp.where(is_past, middle, high)
+        return low
+
+
+def make_plan(sizes: Pointer, held: Pointer, experts: int, rows: int, tile: int) -> None:
+    """Writes a `Plan` to `held`; one warp calls it.
+
+    `sizes` are int32 in global memory, of each expert's group; if they are negative or hold more
+    than `rows` tokens, they are not valid. `tile` is a tile's tokens, a power of two.
+    """
+    number, each = lane.special("laneid"), -(-experts // _LANES)
+    tokens = tiles = lane.integer(0)
+    is_bad = number < 0
+    mine = []
+    for j in range(each):
+        expert = number * each + j
+        size = sizes.at(expert.minimum(experts - 1) << 2).word()
+        size = (expert < experts).where(size, 0)
+        is_bad = is_bad | (size < 0) | (size > rows)
+        tokens, tiles = tokens + size, tiles + ((size + (tile - 1)) >> (tile.bit_length() - 1))
+        mine.append((expert, tokens, tiles))
+    all_tokens, all_tiles = _running(tokens, number), _running(tiles, number)
+    before = all_tokens - tokens, all_tiles - tiles
+    for expert, *found in mine:
+        with lane.when(expert < experts):
+            for i, (own, others) in enumerate(zip(found, before, strict=True)):
+                held.at((expert + (i * (experts + 1) + 1)) << 2).store(own + others)
+    last = lane.integer(_LANES - 1)
+    total, count = lane.from_lane(all_tokens, last), lane.from_lane(all_tiles, last)
+    is_bad = (lane.ballot(is_bad) > 0) | (lane.ballot(is_bad) < 0) | (total > rows)
+    bounds = is_bad.where(0, count), is_bad.where(0, total), is_bad.where(NAN, lane.integer(0))
+    with lane.when(number < 1):
+        for i in range(2):
+            held.at(4 * i * (experts + 1)).store(lane.integer(0))
+        for i, bound in enumerate(bounds):
+            held.at(4 * (2 * (experts + 1) + i)).store(bound)
+
+
+def _running(x: Int, number: Int) -> Int:
+    """The sum of this lane's number and those of the lanes before it."""
+    for distance in (1, 2, 4, 8, 16):
+        x = x + (number >= distance).where(lane.from_lane(x, number - distance), 0)
+    return x
+
 
 TABLES_BYTES = TABLES * TABLE_BYTES
 """Shared memory that the tables take."""
@@ -50,24 +130,16 @@ _CHUNK, _THREADS = 16, 128
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A product's static settings.
+    """A product's static settings."""
 
-    Attributes:
-      epilogue: without a residual.
-      tokens: of a tile: 8, 16, 32, 64, 128 or 256.
-      stages: groups of inputs in shared memory.
-      consumers: warpgroups that compute, each 64 rows: 4, for up to 64 tokens, or 2.
-      is_two_level: sum each group separately and add it in float32, instead of leaving the sum to
-        the matrix unit, whose additions keep about 14 bits. Scales of 16 bits need it.
-      programs: how many run side by side, one to a multiprocessor.
-    """
-
-    epilogue: Epilogue
-    tokens: int
-    stages: int
-    consumers: int
+    epilogue: Epilogue  # without a residual
+    tokens: int  # of a tile: 8, 16, 32, 64, 128 or 256
+    stages: int  # groups of inputs in shared memory
+    consumers: int  # warpgroups that compute, each 64 rows: 4, for up to 64 tokens, or 2
+    # Sum each group separately and add it in float32, instead of leaving the sum to the matrix
+    # unit, whose additions keep about 14 bits. Scales of 16 bits need it.
     is_two_level: bool
-    programs: int = 132
+    programs: int = 132  # how many run side by side, one to a multiprocessor
 
     @property
     def written(self) -> int:
@@ -144,19 +216,6 @@ def _work(number: jax.Array, p: Plan, across: int, s: Settings) -> Work:
     token = p.token(expert) + lax.rem(within, of_expert) * s.tokens
     count = jnp.minimum(p.token(expert + 1) - token, jnp.int32(s.tokens))
     return Work(expert, token, count, lax.div(within, of_expert))
-
-
-def _operand(m: Memory, slot: jax.Array, me: jax.Array) -> tuple[jax.Array, jax.Array]:
-    refs = [m.codes.at[slot], m.scales.at[slot], *m.tables]
-    types = (SCALAR, *[plgpu.RefType()] * len(refs))
-    words = ring.array((ROWS, GROUP // 4), jnp.int32)
-    unit = ring.array((ROWS,), jnp.float32, ROW)
-    dtype = "float16" if m.scales.dtype == jnp.float16 else "bfloat16"
-
-    def run(row: Any, codes: Any, scales: Any, *tables: Any) -> Any:
-        return int4.operand(codes, scales, tables[0] if tables else None, row, dtype)
-
-    return ring.inline(run, types, (words, unit))(me * ROWS, *refs)
 
 
 def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
@@ -257,7 +316,7 @@ def _consume(
     me: jax.Array, share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Settings
 ) -> None:
     groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
-    steps = share.count * groups
+    steps, weights = share.count * groups, (m.codes, m.scales, *m.tables)
     zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
 
     def wait(step: jax.Array, slot: jax.Array) -> None:
@@ -274,7 +333,7 @@ def _consume(
             product = _start(words, m.x.at[slot], None if s.is_two_level else total)
             wait(i * groups + g + 1, following)
             # While the product is in flight. After the very last this converts stale memory.
-            words, next_unit = _operand(m, following, me)
+            words, next_unit = program.operand(weights, following, me)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(m.free.at[slot])
             if s.is_two_level:
@@ -288,7 +347,7 @@ def _consume(
 
     first = jnp.int32(0)
     wait(first, first)
-    lax.fori_loop(first, share.count, tile, (*_operand(m, first, me), first))
+    lax.fori_loop(first, share.count, tile, (*program.operand(weights, first, me), first))
     _fill(me, p, a, s)
 
 

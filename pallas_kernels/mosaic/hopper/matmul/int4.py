@@ -15,7 +15,6 @@ Roofline in full and versions: `docs/kernels/matmul.md`.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +28,9 @@ from pallas_kernels.mosaic.hopper.matmul import program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
 from pallas_kernels.mosaic.hopper.matmul.program import TILE, Tile, Work
 from pallas_kernels.mosaic.hopper.matmul.program import Settings as Settings
-from pallas_kernels.mosaic.products import int4, wgmma
-from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
-from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR, WARPGROUPS
+from pallas_kernels.mosaic.products import int4
+from pallas_kernels.mosaic.products.int4 import ROW_BYTES, TABLE_BYTES, TABLES
+from pallas_kernels.mosaic.ring import ROWS, WARPGROUPS
 
 TABLES_BYTES = TABLES * TABLE_BYTES
 """Shared memory that the tables take."""
@@ -41,57 +40,20 @@ def stage_bytes(scale_bytes: int) -> int:
     return TILE * (ROW_BYTES + scale_bytes)
 
 
-def _operand(
-    weights: tuple[Ref, ...], slot: jax.Array, half: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    codes, scales, *tables = weights
-    refs = [codes.at[slot], scales.at[slot], *tables]
-    types = (SCALAR, *[plgpu.RefType()] * len(refs))
-    words = ring.array((ROWS, GROUP // 4), jnp.int32)
-    unit = ring.array((ROWS,), jnp.float32, ROW)
-
-    dtype = "float16" if scales.dtype == jnp.float16 else "bfloat16"
-
-    def run(row: Any, codes: Any, scales: Any, *tables: Any) -> Any:
-        return int4.operand(codes, scales, tables[0] if tables else None, row, dtype)
-
-    return ring.inline(run, types, (words, unit))(half * ROWS, *refs)
-
-
-def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
-    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
-    arrays = [words] if total is None else [words, total]
-    types = (ring.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
-
-    def run(x: Any, words: Any, *total: Any) -> Any:
-        return wgmma.start(words, x, swizzle=128, total=total[0] if total else None)
-
-    return ring.inline(run, types, kind)(x, *arrays)
-
-
 def _accumulate(
     work: Work, slot: jax.Array, me: jax.Array, m: Tile, weights: tuple[Ref, ...], s: Settings
 ) -> tuple[jax.Array, jax.Array]:
     """A warpgroup's sums over its groups of inputs, the first of all in `slot`; the slot after."""
-    half, team = lax.rem(me, jnp.int32(WARPGROUPS)), lax.div(me, jnp.int32(WARPGROUPS))
-    after = ring.slot_after(slot, work.end - work.begin, s.stages)
-    # A team keeps to its slots: barriers count every warpgroup's waits.
-    late = lax.rem(team + slot, jnp.int32(s.teams))
-    begin = work.begin + late
-    slot = ring.slot_after(slot, late, s.stages)
-
-    def wait(g: jax.Array, slot: jax.Array) -> None:
-        @pl.when(g < work.end)
-        def _() -> None:
-            plgpu.barrier_wait(m.ready.at[slot])
+    half, begin, slot, after = program.turn_of(work, slot, me, s)
+    wait = functools.partial(program.wait_for, work=work, m=m)
 
     def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, words, unit, slot = carry
         following = ring.slot_after(slot, s.teams, s.stages)
-        product = _start(words, m.x.at[slot], None if s.is_two_level else total)
+        product = program.start(words, m.x.at[slot], None if s.is_two_level else total)
         wait(begin + (g + 1) * s.teams, following)
         # While the product is in flight. After the last group this converts stale memory.
-        words, next_unit = _operand(weights, following, half)
+        words, next_unit = program.operand(weights, following, half)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(m.free.at[slot])
         if s.is_two_level:
@@ -99,7 +61,7 @@ def _accumulate(
         return product, words, next_unit, following
 
     wait(begin, slot)
-    words, unit = _operand(weights, slot, half)
+    words, unit = program.operand(weights, slot, half)
     zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
     carry = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), words, unit, slot)
     steps = lax.div(jnp.maximum(work.end - begin, 0) + (s.teams - 1), jnp.int32(s.teams))
@@ -113,12 +75,6 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings, has_tables: bool) -
     me = lax.axis_index("warpgroup")
 
     def body(m: Tile, codes: Ref, scales: Ref, tables: list[Ref], tables_ready: Ref) -> None:
-        def consume(work: Work, slot: jax.Array) -> jax.Array:
-            total, slot = _accumulate(work, slot, me, m, (codes, scales, *tables), s)
-            total = program.add_teams(total, me, m, s)
-            program.store(total, work, me, m, a, s)
-            return slot
-
         def copy(g: jax.Array, slot: jax.Array, work: Work) -> None:
             tiles = pl.ds(work.tile * WARPGROUPS, WARPGROUPS)
             plgpu.copy_gmem_to_smem(codes_ref.at[tiles, g], codes.at[slot], m.ready.at[slot])
@@ -132,15 +88,11 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings, has_tables: bool) -
             if has_tables:
                 plgpu.copy_gmem_to_smem(tables_ref[0], tables[0], tables_ready)
 
-        program.run_program(
-            tiles,
-            codes_ref.shape[1],
-            m,
-            s,
-            consume,
-            lambda work, slot: program.produce(work, slot, m, a, s, copy),
-            (wait_for_tables, copy_tables),
-        )
+        weights = (codes, scales, *tables)
+        sums = functools.partial(_accumulate, me=me, m=m, weights=weights, s=s)
+        before = (wait_for_tables, copy_tables)
+        consume = program.stored(sums, me, m, a, s)
+        program.run_program(tiles, codes_ref.shape[1], m, a, s, consume, copy, before)
 
     pl.run_scoped(
         body,

@@ -31,12 +31,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import lane, ring
-from pallas_kernels.mosaic.hopper.matmul import epilogue
+from pallas_kernels.mosaic.hopper.matmul import epilogue, program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
 from pallas_kernels.mosaic.lane import Int, fragments
 from pallas_kernels.mosaic.lane.instructions import asm
 from pallas_kernels.mosaic.lane.numbers import i32
-from pallas_kernels.mosaic.products import int4, wgmma
+from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
 from pallas_kernels.mosaic.ring import ROWS, SCALAR, WARPGROUPS
 
@@ -53,18 +53,12 @@ REGISTERS = (232, 40)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A product's static settings.
-
-    Attributes:
-      tokens: of a tile, a multiple of 32, at most 256.
-      stages: groups of inputs in shared memory.
-      programs: how many run side by side, one to a multiprocessor.
-    """
+    """A product's static settings."""
 
     epilogue: Epilogue
-    tokens: int
-    stages: int
-    programs: int = 132
+    tokens: int  # of a tile, a multiple of 32, at most 256
+    stages: int  # groups of inputs in shared memory
+    programs: int = 132  # how many run side by side, one to a multiprocessor
 
     @property
     def width(self) -> int:
@@ -159,16 +153,6 @@ def _settle(words: jax.Array, slot: jax.Array) -> jax.Array:
     return ring.inline(run, (plgpu.Layout.WGMMA, SCALAR), kind)(words, slot)
 
 
-def _start(words: jax.Array, x: Ref, total: jax.Array) -> jax.Array:
-    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
-    types = (ring.tile_type(x), plgpu.Layout.WGMMA, plgpu.Layout.WGMMA)
-
-    def run(x: Any, words: Any, total: Any) -> Any:
-        return wgmma.start(words, x, swizzle=128, total=total)
-
-    return ring.inline(run, types, kind)(x, words, total)
-
-
 def _accumulate(
     groups: int,
     operand: tuple[jax.Array, jax.Array],
@@ -188,7 +172,7 @@ def _accumulate(
         total, words, slot = carry
         is_inside = g + 1 < groups
         following = ring.next_slot(slot, s.stages)
-        total = _start(_settle(words, slot), m.x.at[slot], total)
+        total = program.start(_settle(words, slot), m.x.at[slot], total)
         turns.hand_on()
         pl.when(is_inside | has_next)(lambda: plgpu.barrier_wait(m.ready.at[following]))
         # While the product is in flight. After the last group this converts stale memory.

@@ -28,7 +28,7 @@ from pallas_kernels.mosaic.hopper.matmul import program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
 from pallas_kernels.mosaic.hopper.matmul.program import Settings as Settings
 from pallas_kernels.mosaic.hopper.matmul.program import Tile, Work
-from pallas_kernels.mosaic.products import int4_half, wgmma
+from pallas_kernels.mosaic.products import int4_half
 from pallas_kernels.mosaic.products.int4 import GROUP
 from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR, WARPGROUPS
 
@@ -57,17 +57,6 @@ def _operand(
     return ring.inline(run, types, (words, unit))(me * ROWS, *refs)
 
 
-def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
-    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
-    arrays = [words] if total is None else [words, total]
-    types = (ring.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
-
-    def run(x: Any, words: Any, *total: Any) -> Any:
-        return wgmma.start(words, x, swizzle=128, total=total[0] if total else None)
-
-    return ring.inline(run, types, kind)(x, *arrays)
-
-
 def _accumulate(
     work: Work,
     slot: jax.Array,
@@ -78,17 +67,8 @@ def _accumulate(
     s: Settings,
 ) -> tuple[jax.Array, jax.Array]:
     """A warpgroup's sums over its groups of inputs, the first of all in `slot`; the slot after."""
-    half, team = lax.rem(me, jnp.int32(WARPGROUPS)), lax.div(me, jnp.int32(WARPGROUPS))
-    after = ring.slot_after(slot, work.end - work.begin, s.stages)
-    # A team keeps to its slots: barriers count every warpgroup's waits.
-    late = lax.rem(team + slot, jnp.int32(s.teams))
-    begin = work.begin + late
-    slot = ring.slot_after(slot, late, s.stages)
-
-    def wait(g: jax.Array, slot: jax.Array) -> None:
-        @pl.when(g < work.end)
-        def _() -> None:
-            plgpu.barrier_wait(m.ready.at[slot])
+    half, begin, slot, after = program.turn_of(work, slot, me, s)
+    wait = functools.partial(program.wait_for, work=work, m=m)
 
     def operand(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
         dtype, rounds = s.epilogue.dtype, not s.is_two_level
@@ -102,7 +82,7 @@ def _accumulate(
     def ahead(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, words, unit, slot = carry
         following = ring.slot_after(slot, s.teams, s.stages)
-        product = _start(words, m.x.at[slot], None if s.is_two_level else total)
+        product = program.start(words, m.x.at[slot], None if s.is_two_level else total)
         wait(begin + (g + 1) * s.teams, following)
         # While the product is in flight. After the last group this converts stale memory.
         words, next_unit = operand(following)
@@ -114,7 +94,7 @@ def _accumulate(
         total, slot = carry
         plgpu.barrier_wait(m.ready.at[slot])
         words, unit = operand(slot)
-        product = _start(words, m.x.at[slot], None if s.is_two_level else total)
+        product = program.start(words, m.x.at[slot], None if s.is_two_level else total)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(m.free.at[slot])
         return add(total, product, unit), ring.slot_after(slot, s.teams, s.stages)
@@ -139,27 +119,16 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings, has_zeros: bool) ->
     me = lax.axis_index("warpgroup")
 
     def body(m: Tile, codes: Ref, scales: Ref, zeros: list[Ref]) -> None:
-        def consume(work: Work, slot: jax.Array) -> jax.Array:
-            total, slot = _accumulate(work, slot, me, m, (codes, scales, *zeros), kind, s)
-            total = program.add_teams(total, me, m, s)
-            program.store(total, work, me, m, a, s)
-            return slot
-
         def copy(g: jax.Array, slot: jax.Array, work: Work) -> None:
             tiles = pl.ds(work.tile * WARPGROUPS, WARPGROUPS)
             pairs = [(codes_ref, codes), (scales_ref, scales), *zip(zeros_ref, zeros, strict=True)]
             for source, target in pairs:
                 plgpu.copy_gmem_to_smem(source.at[tiles, g], target.at[slot], m.ready.at[slot])
 
-        program.run_program(
-            tiles,
-            codes_ref.shape[1],
-            m,
-            s,
-            consume,
-            lambda work, slot: program.produce(work, slot, m, a, s, copy),
-            (lambda: None, lambda: None),
-        )
+        weights = (codes, scales, *zeros)
+        sums = functools.partial(_accumulate, me=me, m=m, weights=weights, kind=kind, s=s)
+        consume = program.stored(sums, me, m, a, s)
+        program.run_program(tiles, codes_ref.shape[1], m, a, s, consume, copy)
 
     pl.run_scoped(
         body,

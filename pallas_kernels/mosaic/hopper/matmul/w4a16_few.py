@@ -40,19 +40,13 @@ _SLOT_BYTES, _SCALES_AT, _ZEROS_AT = 1088, 1024, 1056
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
+    """A call's static settings."""
 
-    Attributes:
-      strips: of 16 rows, of a program.
-      slots: of a warp, for units that are being copied or in use; at least 2.
-      parts: programs that share the inputs of their strips, and write float32 sums.
-    """
-
-    strips: int
+    strips: int  # of 16 rows, of a program
     warpgroups: int
-    slots: int
+    slots: int  # of a warp, for units that are being copied or in use; at least 2
     epilogue: Epilogue
-    parts: int = 1
+    parts: int = 1  # programs that share the inputs of their strips, and write float32 sums
 
     @property
     def warps(self) -> int:

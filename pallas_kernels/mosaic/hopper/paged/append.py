@@ -64,31 +64,18 @@ Stored = Codec | Float8 | Int8 | None
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
+    """A call's static settings."""
 
-    Attributes:
-      sides: how keys, and how values, are stored.
-      dtype: of the vectors, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-      vectors: of a side in this call, ``B * T * K``.
-      tokens: of a sequence in this call, `T`.
-      heads: `K`.
-      head_dim: `H`, a power of two from 16 to 256.
-      page_size: a power of two.
-      num_pages: `P`.
-      entries: of a sequence in the block tables.
-      rounds: how often a warp takes vectors.
-    """
-
-    sides: tuple[Stored, Stored]
-    dtype: str
-    vectors: int
-    tokens: int
-    heads: int
-    head_dim: int
-    page_size: int
-    num_pages: int
-    entries: int
-    rounds: int
+    sides: tuple[Stored, Stored]  # how keys, and how values, are stored
+    dtype: str  # of the vectors, ``"bfloat16"``, ``"float16"`` or ``"float32"``
+    vectors: int  # of a side in this call, ``B * T * K``
+    tokens: int  # of a sequence in this call, `T`
+    heads: int  # `K`
+    head_dim: int  # `H`, a power of two from 16 to 256
+    page_size: int  # a power of two
+    num_pages: int  # `P`
+    entries: int  # of a sequence in the block tables
+    rounds: int  # how often a warp takes vectors
 
     @property
     def lanes(self) -> int:
@@ -105,56 +92,34 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Side:
-    """One side's arrays.
+    """One side's arrays."""
 
-    Attributes:
-      vectors: ``[vectors, H]``.
-      data: ``[P, K, page_size, W]``.
-      norms: float16 ``[P, K, page_size]``: norms of codes, or scales of int8.
-      scale: float32 ``[]``, of 8-bit floats.
-    """
-
-    vectors: Pointer
-    data: Pointer
-    norms: Pointer | None
-    scale: Pointer | None
+    vectors: Pointer  # ``[vectors, H]``
+    data: Pointer  # ``[P, K, page_size, W]``
+    norms: Pointer | None  # float16 ``[P, K, page_size]``: norms of codes, or scales of int8
+    scale: Pointer | None  # float32 ``[]``, of 8-bit floats
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
-    """A call's arrays.
+    """A call's arrays."""
 
-    Attributes:
-      tables: int32 ``[B, entries]``.
-      lengths: int32 ``[B]``, tokens held before.
-      new_lengths: int32 ``[B]``.
-      signs: float32 ``[H]``, the rotation's, if there are codes.
-      lost: int32 ``[]``.
-    """
-
-    tables: Pointer
-    lengths: Pointer
-    new_lengths: Pointer
-    signs: Pointer | None
+    tables: Pointer  # int32 ``[B, entries]``
+    lengths: Pointer  # int32 ``[B]``, tokens held before
+    new_lengths: Pointer  # int32 ``[B]``
+    signs: Pointer | None  # float32 ``[H]``, the rotation's, if there are codes
     sides: tuple[Side, ...]
-    lost: Pointer
+    lost: Pointer  # int32 ``[]``
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
-    """Where a vector goes.
+    """Where a vector goes."""
 
-    Attributes:
-      index: among the pool's vectors.
-      kept: whether it is stored there.
-      lost: whether it should be stored and has no place.
-      promised: tokens that are announced but not in the call, counted at one vector of each
-        sequence.
-    """
-
-    index: Int
-    kept: Bool
-    lost: Bool
+    index: Int  # among the pool's vectors
+    kept: Bool  # whether it is stored there
+    lost: Bool  # whether it should be stored and has no place
+    # Tokens that are announced but not in the call, counted at one vector of each sequence.
     promised: Int
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.hopper.paged import integers
-from pallas_kernels.mosaic.hopper.paged.fp8 import Fp8
+from pallas_kernels.mosaic.hopper.paged.floats import Fp8
 from pallas_kernels.mosaic.hopper.paged.inputs import Place, Program, Query, Settings, Stored
 from pallas_kernels.mosaic.hopper.paged.int8 import Int8
 from pallas_kernels.mosaic.hopper.paged.unpack import Codes

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from pallas_kernels.mosaic import eight_bits, lane
-from pallas_kernels.mosaic.hopper.paged.inputs import Place
-from pallas_kernels.mosaic.hopper.paged.operands import key_rows, value_words
+from pallas_kernels.mosaic.hopper.paged.inputs import Place, key_rows, value_words
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 LARGEST_SCALE, NAN_SCALE = 65504.0, 0x7E00

@@ -8,8 +8,7 @@ import functools
 from typing import Any
 
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic.hopper.paged.inputs import Place
-from pallas_kernels.mosaic.hopper.paged.operands import scaled, weight_words
+from pallas_kernels.mosaic.hopper.paged.inputs import Place, scaled, weight_words
 from pallas_kernels.mosaic.lane import Float, Int
 
 # The largest number whose high byte is at most 127 after rounding.

@@ -36,7 +36,7 @@ from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.paged import codes, floats, merge, scaled, turbo4
 from pallas_kernels.mosaic.hopper.paged.copies import page_of, start_copies
-from pallas_kernels.mosaic.hopper.paged.fp8 import Fp8
+from pallas_kernels.mosaic.hopper.paged.floats import Fp8, Plain
 from pallas_kernels.mosaic.hopper.paged.inputs import (
     TILE,
     Arrays,
@@ -49,7 +49,6 @@ from pallas_kernels.mosaic.hopper.paged.inputs import (
 from pallas_kernels.mosaic.hopper.paged.inputs import Pages as Pages
 from pallas_kernels.mosaic.hopper.paged.inputs import Settings as Settings
 from pallas_kernels.mosaic.hopper.paged.inputs import Stored as Stored
-from pallas_kernels.mosaic.hopper.paged.plain import Plain
 from pallas_kernels.mosaic.hopper.paged.rotation import rotated
 from pallas_kernels.mosaic.lane import Int, Pointer
 

@@ -26,8 +26,11 @@ from typing import Any, Self
 
 from pallas_kernels.layouts import E4M3_MAX
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic.hopper.paged.inputs import Place, Program, Query, Settings
-from pallas_kernels.mosaic.hopper.paged.operands import (
+from pallas_kernels.mosaic.hopper.paged.inputs import (
+    Place,
+    Program,
+    Query,
+    Settings,
     key_rows,
     scaled,
     value_words,
@@ -53,15 +56,11 @@ _ONE = 0x3C003C00
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scaled(abc.ABC):
-    """The products of a block in shared memory; subclasses share those with values.
-
-    Attributes:
-      signs: `_SIGNS`, in registers: the compiler copies constants before every use.
-    """
+    """The products of a block in shared memory; subclasses share those with values."""
 
     head_dim: int
     s: Settings
-    signs: list[Int]
+    signs: list[Int]  # `_SIGNS`, in registers: the compiler copies constants before every use
 
     @classmethod
     def of(cls, head_dim: int, s: Settings) -> Self:

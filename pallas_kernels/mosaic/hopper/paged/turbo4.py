@@ -13,8 +13,14 @@ from typing import Any
 
 from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.hopper.paged import integers
-from pallas_kernels.mosaic.hopper.paged.inputs import Place, Program, Query, Settings
-from pallas_kernels.mosaic.hopper.paged.operands import key_rows, value_words
+from pallas_kernels.mosaic.hopper.paged.inputs import (
+    Place,
+    Program,
+    Query,
+    Settings,
+    key_rows,
+    value_words,
+)
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 # Channels of eight that the two halves of a transposed word hold.
@@ -23,17 +29,12 @@ _CHANNELS = ((0, 2), (4, 6), (1, 3), (5, 7))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Turbo4:
-    """The products of a block in shared memory.
-
-    Attributes:
-      table: four words: the lower eight centroids, and the upper ones from the last on.
-      minus: -1, in a register.
-    """
+    """The products of a block in shared memory."""
 
     head_dim: int
     s: Settings
-    table: list[Int]
-    minus: Int
+    table: list[Int]  # four words: the lower eight centroids, and the upper ones from the last on
+    minus: Int  # -1, in a register
 
     @classmethod
     def of(cls, head_dim: int, s: Settings) -> "Turbo4":

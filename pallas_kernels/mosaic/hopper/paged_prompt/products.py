@@ -40,17 +40,11 @@ def along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Sixteen:
-    """Products of bfloat16 or float16, with all operands in shared memory.
+    """Products of bfloat16 or float16, with all operands in shared memory."""
 
-    Attributes:
-      q: a warpgroup's queries ``[64, H]``.
-      k: tiles of keys ``[stages, t, H]``.
-      v: tiles of values, the same.
-    """
-
-    q: Ref
-    k: Ref
-    v: Ref
+    q: Ref  # a warpgroup's queries ``[64, H]``
+    k: Ref  # tiles of keys ``[stages, t, H]``
+    v: Ref  # tiles of values, the same
     shift = 0.0
     query_factor = None
 
@@ -87,18 +81,12 @@ class Eight:
 
     The matrix unit sums such products coarsely, so its sum over a tile of values is added to the
     rest in float32.
-
-    Attributes:
-      q: a warpgroup's queries, e4m3 ``[64, H]``, in registers.
-      query_factor: the value of a row's 1, float32 ``[64]``.
-      k: tiles of keys ``[stages, t, H]`` in shared memory.
-      v: tiles of values ``[stages, H, t]``, tokens permuted as in `turn`.
     """
 
-    q: jax.Array
-    query_factor: jax.Array
-    k: Ref
-    v: Ref
+    q: jax.Array  # a warpgroup's queries, e4m3 ``[64, H]``, in registers
+    query_factor: jax.Array  # the value of a row's 1, float32 ``[64]``
+    k: Ref  # tiles of keys ``[stages, t, H]`` in shared memory
+    v: Ref  # tiles of values ``[stages, H, t]``, tokens permuted as in `turn`
     # Weights are up to 448, which is divided out with their sum.
     shift = math.log2(E4M3_MAX)
 

@@ -36,23 +36,14 @@ Pooled = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
+    """A call's static settings."""
 
-    Attributes:
-      batch: `B`.
-      size: tokens of the arrays, `S`.
-      heads: `K`.
-      head_dim: `H`, a multiple of 8.
-      groups: of eight tokens, `P / 8`.
-      dtype: ``"bfloat16"`` or ``"float16"``.
-    """
-
-    batch: int
-    size: int
-    heads: int
-    head_dim: int
-    groups: int
-    dtype: str
+    batch: int  # `B`
+    size: int  # tokens of the arrays, `S`
+    heads: int  # `K`
+    head_dim: int  # `H`, a multiple of 8
+    groups: int  # of eight tokens, `P / 8`
+    dtype: str  # ``"bfloat16"`` or ``"float16"``
 
     @property
     def items(self) -> int:

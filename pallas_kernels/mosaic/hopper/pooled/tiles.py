@@ -30,26 +30,16 @@ accumulator: Any = vars(plgpu)["ACC"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
+    """A call's static settings."""
 
-    Attributes:
-      block_q: query tokens that share a list, a multiple of 128.
-      block_kv: key tokens of a block, 64 or 128.
-      scale: factor of the scores, not negative.
-      is_causal: a query sees the pooled keys whose last token is not after it.
-      stages: tiles in shared memory.
-      programs: how many run side by side, one to a multiprocessor.
-      has_segments: a query sees only the pooled keys of its segment.
-      is_shifted: whether a query's position differs from that of the key with the same index.
-    """
-
-    block_q: int
-    block_kv: int
-    scale: float
-    is_causal: bool
-    stages: int
-    programs: int = 132
-    has_segments: bool = False
+    block_q: int  # query tokens that share a list, a multiple of 128
+    block_kv: int  # key tokens of a block, 64 or 128
+    scale: float  # factor of the scores, not negative
+    is_causal: bool  # a query sees the pooled keys whose last token is not after it
+    stages: int  # tiles in shared memory
+    programs: int = 132  # how many run side by side, one to a multiprocessor
+    has_segments: bool = False  # a query sees only the pooled keys of its segment
+    # Whether a query's position differs from that of the key with the same index.
     is_shifted: bool = False
 
     @property
