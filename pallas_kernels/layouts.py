@@ -4,17 +4,14 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-Ref = Any
-"""An array in memory, as kernels see it; jax's own type does not know `at`."""
+import numpy as np
 
-LOG2_E = math.log2(math.e)
-"""Powers of two in one nat."""
-INT8_RANGE = 119.0
-"""The largest int8 code that is used."""
-E4M3_MAX = 448.0
-"""The largest number of e4m3."""
-LEVELS = (1, 2, 4, 8)
-"""Tokens that a pooled key stands for."""
+Ref = Any  # an array in memory, as kernels see it; jax's own type does not know `at`
+
+LOG2_E = math.log2(math.e)  # powers of two in one nat
+INT8_RANGE = 119.0  # the largest int8 code that is used
+E4M3_MAX = 448.0  # the largest number of e4m3
+LEVELS = (1, 2, 4, 8)  # tokens that a pooled key stands for
 
 
 class Side(NamedTuple):
@@ -69,6 +66,11 @@ class GradientRows(NamedTuple):
     # Float32 ``[B, N, tokens]``: ``rowsum(d_out * out)`` less the residual's cotangent, 0 for those
     # rows. If `d_out` has codes, the sum is over the values that they stand for.
     delta: Any
+
+
+def float32(x: float) -> float:
+    """The float32 nearest to a number."""
+    return float(np.float32(x))
 
 
 def next_power_of_2(n: int) -> int:

@@ -31,8 +31,7 @@ from pallas_kernels.mosaic.lane import Float, Int, fragments
 from pallas_kernels.mosaic.lane.memory import Pointer
 from pallas_kernels.mosaic.ring import ROWS, SCALAR
 
-MULTIPLE = 4
-"""Of what the number of a bias' keys must be a multiple: lanes load so many at once."""
+MULTIPLE = 4  # of what the number of a bias' keys must be a multiple: lanes load so many at once
 # Words of the smallest array of registers.
 _FEWEST = 4
 _DTYPES = ("float32", "bfloat16", "float16")

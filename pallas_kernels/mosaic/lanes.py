@@ -22,8 +22,7 @@ from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.lane import Int, Pointer
 from pallas_kernels.varying import all_own, own
 
-WARPS = 4
-"""Warps of a warpgroup."""
+WARPS = 4  # warps of a warpgroup
 
 Body = Callable[[list[Pointer], list[Int]], None]
 """``body(arrays, ids)``: inputs, then what is written, then shared memory, if there is any; and the

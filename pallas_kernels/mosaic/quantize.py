@@ -14,10 +14,8 @@ import jax.experimental.mosaic.gpu as mgpu
 from pallas_kernels.mosaic import eight_bits, lane
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
-ROWS = 64
-"""Tokens whose codes are one operand of a warpgroup."""
-PARTS = 4
-"""Words for each 64 tokens, in which the warps exchange maxima."""
+ROWS = 64  # tokens whose codes are one operand of a warpgroup
+PARTS = 4  # words for each 64 tokens, in which the warps exchange maxima
 _CHANNELS = 8
 _THREADS = 128
 

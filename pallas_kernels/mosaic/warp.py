@@ -144,12 +144,39 @@ def numbers(word: Int, dtype: str) -> list[Float]:
     return list(lane.half.unpack(word, dtype))
 
 
+def settled_code(x: Float, quotient: Float, scale: Float, low: int, high: int) -> Int:
+    """``rint(x / scale)`` within bounds, from about ``x / scale``; comparisons make it exact."""
+    quotient = lane.maximum(quotient, lane.number(float(low)))
+    shifted = lane.minimum(quotient, lane.number(float(high))) + lane.ROUNDER
+    code, guess = shifted.as_int() - 0x4B400000, shifted - lane.ROUNDER
+    rest, half = x - guess * scale, scale * 0.5
+    is_odd = (code & 1).equals(1)
+    above = (rest > half) | (is_odd & rest.equals(half))
+    below = (rest < -half) | (is_odd & rest.equals(-half))
+    one = lane.integer(1)
+    code = code + above.where(one, 0) - below.where(one, 0)
+    return code.maximum(low).minimum(high)
+
+
 def position(base: Int, here: Place, a: Arrays, at: Program) -> Int:
     """Query `t`'s position after row `base`; rows are ``g * T + t``; -1 if it does not exist."""
     own = base + here.t
     token = own % a.tokens
     is_real = (own < a.rows) & (token < at.query_length)
     return is_real.where(at.begin + token, -1)
+
+
+def transposed(words: Sequence[Int]) -> list[Int]:
+    """Four bytes each of four words: byte `j` of word `i` becomes byte `i` of word `j`."""
+    pairs = [
+        [lane.permute_bytes(a, b, selector) for a, b in (words[:2], words[2:])]
+        for selector in (0x5140, 0x7362)
+    ]
+    return [
+        lane.permute_bytes(low, high, selector)
+        for low, high in pairs
+        for selector in (0x5410, 0x7632)
+    ]
 
 
 # Blocks ------------------------------------------------------------------------------------------

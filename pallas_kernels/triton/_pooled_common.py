@@ -70,8 +70,7 @@ class Marks(NamedTuple):
         return _segments(self.keys, token, b)
 
 
-UNMARKED = Marks()
-"""A call without segments and offsets."""
+UNMARKED = Marks()  # A call without segments and offsets
 
 
 def _segments(of: tuple[Any, ...], index: jax.Array, b: jax.Array) -> jax.Array | None:

@@ -67,8 +67,7 @@ class Extras(NamedTuple):
     sinks: Ref | None = None  # float32 ``[N]``, logits in the denominators
 
 
-NOTHING = Extras()
-"""A call that has none of them."""
+NOTHING = Extras()  # A call that has none of them
 
 
 class _Query(NamedTuple):

@@ -27,9 +27,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import varying
 from pallas_kernels.layouts import Side as Side
-from pallas_kernels.merge import merge
 from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Exponential, Ref, quantize_rows
+from pallas_kernels.triton._merge import merge
 from pallas_kernels.triton._packed import Span, load_codes, spans, whole
 
 

@@ -24,8 +24,7 @@ from pallas_kernels import varying
 from pallas_kernels.triton import _e4m3
 from pallas_kernels.triton._common import E4M3_MAX, WHOLE, Ref, next_power_of_2, parameters
 
-LARGEST = 2**15
-"""The most channels that a program holds."""
+LARGEST = 2**15  # the most channels that a program holds
 
 _RECIPROCAL_MAX = float(np.float32(1 / E4M3_MAX))
 _TINY = float(np.finfo(np.float32).tiny)

@@ -31,9 +31,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import varying
-from pallas_kernels.merge import merge
 from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref, quantize_rows
+from pallas_kernels.triton._merge import merge
 from pallas_kernels.triton._paged_codes import fp8_to_float16, to_float16
 
 # Columns of the smallest matrix product, and terms of its sum.

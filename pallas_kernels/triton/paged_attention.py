@@ -9,7 +9,7 @@ are bound by issue.
 One program takes some query rows of one KV head (row ``g * T + t``: all heads of the group share
 what is read) and one part of its tokens, as far as those rows see it: programs past the end
 stop at once and write nothing, and the parts are merged (see
-`pallas_kernels.merge`). Tokens, and channels of values, are the rows of the products, as in
+`pallas_kernels.triton._merge`). Tokens, and channels of values, are the rows of the products, as in
 `kv4_decode`: queries are few, and eight columns are the fewest that a product takes. A tile of
 tokens spans one page or several, whose numbers are loaded from the table. All tiles are at fixed
 positions, and the launch does not depend on the queries: a
@@ -42,9 +42,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import varying
-from pallas_kernels.merge import finish, finite, merge_parts
 from pallas_kernels.triton import _common, _paged_codes
 from pallas_kernels.triton._common import Ref
+from pallas_kernels.triton._merge import finish, finite, merge_parts
 from pallas_kernels.triton._paged_codes import Codec as Codec
 
 

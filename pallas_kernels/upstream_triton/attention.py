@@ -21,8 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import varying
 
-MAX_HEAD_DIM = 256
-"""Largest head dim: beyond it the output of one tile does not fit the registers."""
+MAX_HEAD_DIM = 256  # largest head dim: beyond it the output of one tile does not fit the registers
 BLOCK_KV = (32, 64, 128)
 """Sizes of a key block, which is one tile: an instruction takes 32 tokens, registers hold 128."""
 

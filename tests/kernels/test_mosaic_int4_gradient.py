@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.mosaic import block
 from pallas_kernels.mosaic.products import int4 as operand
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.kernels.test_mosaic_int4 import hopper as hopper
@@ -55,7 +56,8 @@ class Memory(warp.Pointer):
 @pytest.fixture
 def on_lanes(monkeypatch):
     monkeypatch.setattr(Memory, "worst", {})
-    monkeypatch.setattr(operand, "lane", warp)
+    for module in (operand, block):
+        monkeypatch.setattr(module, "lane", warp)
     monkeypatch.setattr(operand, "Pointer", Memory)
     monkeypatch.setattr(warp, "scalar", warp.integer, raising=False)
     monkeypatch.setattr(warp, "special", lambda _: warp.thread(), raising=False)

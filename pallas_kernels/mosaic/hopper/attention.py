@@ -177,10 +177,6 @@ def _copy_keys(work: Work, slot: jax.Array, x: _Inputs, y: _Memory, s: Settings)
     return lax.fori_loop(work.blocks.begin, work.blocks.end, block, slot)
 
 
-def _full(x: float, shape: tuple[int, ...], layout: Any, dtype: Any = jnp.float32) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(shape, x, dtype), layout)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Consumer:
     """What the steps of one warpgroup share; a block is a tile of keys.
@@ -390,19 +386,33 @@ class _Consumer:
             return unit
         return jnp.where(unit == 0, 0.0, unit * self.scales[1][(*self.at, j)])
 
+    def first_scores(self, slot: jax.Array) -> tuple[Any, ...]:
+        """The first block's factors, words of its bias, and its products."""
+        factors = self.factors(self.blocks.begin)
+        added = self.added(self.blocks.begin)
+        self.wait_for_key(self.blocks.begin, slot)
+        scores = self.scores(slot)
+        plgpu.wgmma_wait(0)
+        self.multiplied(slot)
+        return factors, added, scores
+
+    def over_rest(self, step: Callable[..., Any], carry: tuple[jax.Array, ...]) -> Any:
+        """Calls ``step(j, carry, is_masked)`` for all blocks but the first."""
+        blocks = self.blocks
+        masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
+        if self.s.hides_first:
+            carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
+        carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
+        return lax.fori_loop(blocks.outer, blocks.end, masked, carry)
+
     def run(self, slot: jax.Array) -> _Found:
         """Attends to all blocks, from `slot` on: output in parts, maxima, sums, next slot."""
         s, blocks = self.s, self.blocks
         head_dim = self.buffers[1].shape[1]
 
-        factors = self.factors(blocks.begin)
-        added = self.added(blocks.begin)
-        self.wait_for_key(blocks.begin, slot)
-        scores = self.scores(slot)
-        plgpu.wgmma_wait(0)
-        self.multiplied(slot)
-        m, l = _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW)
-        alpha, unit = _full(1.0, (ROWS,), ROW), _full(0.0, (ROWS,), ROW)
+        factors, added, scores = self.first_scores(slot)
+        m, l = ring.full(-jnp.inf, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW)
+        alpha, unit = ring.full(1.0, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW)
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
             y, c = self.seen(scores, blocks.begin, factors, slot, is_masked, added)
@@ -416,9 +426,9 @@ class _Consumer:
         plgpu.barrier_wait(self.ready[1].at[slot])
         self.turns.hand_on()
         p = self.pack(p)
-        o = _full(0.0, (ROWS, head_dim), _MATRIX)
+        o = ring.full(0.0, (ROWS, head_dim), _MATRIX)
         dtype = jnp.int32 if s.mode == "int8" else jnp.float32
-        product = _full(0, (ROWS, head_dim), _MATRIX, dtype)
+        product = ring.full(0, (ROWS, head_dim), _MATRIX, dtype)
 
         def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
             o, product, alpha, unit, m, l, next_alpha, next_unit, p, before, slot, *added = carry
@@ -447,11 +457,7 @@ class _Consumer:
 
         carry = (o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following)
         carry = (*carry, *self.added(blocks.begin, 1))
-        masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
-        if s.hides_first:
-            carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
-        carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
-        carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
+        carry = self.over_rest(step, carry)
         o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following, *_ = carry
         plgpu.barrier_arrive(self.query_free)
         unit_of_last = self.value_unit(next_unit, blocks.end - 1)
@@ -467,14 +473,11 @@ class _Consumer:
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
             y, c = self.seen(scores, blocks.begin, factors, slot, is_masked, added)
-            return self.softmax(y, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), c)
+            return self.softmax(
+                y, ring.full(-jnp.inf, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW), c
+            )
 
-        factors = self.factors(blocks.begin)
-        added = self.added(blocks.begin)
-        self.wait_for_key(blocks.begin, slot)
-        scores = self.scores(slot)
-        plgpu.wgmma_wait(0)
-        self.multiplied(slot)
+        factors, added, scores = self.first_scores(slot)
         p, m, l, alpha, unit = lax.cond(
             blocks.full_first, lambda: first(False), lambda: first(True)
         )
@@ -483,7 +486,7 @@ class _Consumer:
         plgpu.barrier_wait(self.ready[1].at[slot])
         self.turns.hand_on()
         p = self.pack(p)
-        left = right = _full(0.0, (ROWS, _PART), _MATRIX)
+        left = right = ring.full(0.0, (ROWS, _PART), _MATRIX)
 
         def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
             """Outputs of block ``j - 1``, scores of `j`."""
@@ -512,11 +515,7 @@ class _Consumer:
             return left, right, next_alpha, unit, m, l, p, slot, following
 
         carry = (left, right, alpha, unit, m, l, p, slot, following)
-        masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
-        if s.hides_first:
-            carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
-        carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
-        carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
+        carry = self.over_rest(step, carry)
         left, right, alpha, unit, m, l, p, slot, following = carry
         plgpu.barrier_arrive(self.query_free)
         unit = self.value_unit(unit, blocks.end - 1)
@@ -545,19 +544,14 @@ class _Consumer:
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
             y, c = self.seen(scores, blocks.begin, factors, slot, is_masked, added)
-            top, m, alpha = self.maxima(y, _full(-jnp.inf, (ROWS,), ROW), c)
+            top, m, alpha = self.maxima(y, ring.full(-jnp.inf, (ROWS,), ROW), c)
             return self.arguments(y, m, c), top, m, alpha
 
-        factors = self.factors(blocks.begin)
-        added = self.added(blocks.begin)
-        self.wait_for_key(blocks.begin, slot)
-        scores = self.scores(slot)
-        plgpu.wgmma_wait(0)
-        self.multiplied(slot)
+        factors, added, scores = self.first_scores(slot)
         x, top, m, alpha = lax.cond(blocks.full_first, lambda: first(False), lambda: first(True))
         following = ring.next_slot(slot, s.stages)
         self.wait_for_key(blocks.begin + 1, following)
-        o, l = _full(0.0, (ROWS, head_dim), _MATRIX), _full(0.0, (ROWS,), ROW)
+        o, l = ring.full(0.0, (ROWS, head_dim), _MATRIX), ring.full(0.0, (ROWS,), ROW)
 
         def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
             """Weights of block ``j - 1``, scores of `j`."""
@@ -590,11 +584,7 @@ class _Consumer:
             return o, l, x, top, m, next_alpha, slot, following
 
         carry = (o, l, x, top, m, alpha, slot, following)
-        masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
-        if s.hides_first:
-            carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
-        carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
-        carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
+        carry = self.over_rest(step, carry)
         o, l, x, top, m, alpha, slot, following = carry
         plgpu.barrier_arrive(self.query_free)
         self.turns.wait()

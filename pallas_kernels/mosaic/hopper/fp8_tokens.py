@@ -21,8 +21,7 @@ from pallas_kernels.mosaic import eight_bits, lane, lanes
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 NAME = "turbojax_fp8_tokens_hopper"
-LARGEST = 2**15
-"""The most channels that a program holds."""
+LARGEST = 2**15  # the most channels that a program holds
 
 _LANES = 32
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}

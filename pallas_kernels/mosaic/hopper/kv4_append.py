@@ -17,12 +17,11 @@ Roofline in full and versions: `docs/kernels/paged.md`.
 
 import dataclasses
 import functools
-import struct
 from collections.abc import Sequence
 
 import jax
 
-from pallas_kernels.layouts import E4M3_MAX
+from pallas_kernels.layouts import E4M3_MAX, float32
 from pallas_kernels.mosaic import lane, lanes, warp
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
@@ -181,10 +180,6 @@ def _load(at: Pointer, s: Settings) -> tuple[list[Float], list[Float]]:
     return low, high
 
 
-def _reciprocal(x: float) -> float:
-    return float(struct.unpack("<f", struct.pack("<f", 1 / x))[0])
-
-
 def _rounded(x: Float) -> Int:
     """Bits of a positive number, rounded to bfloat16."""
     bits = x.as_int()
@@ -193,25 +188,16 @@ def _rounded(x: Float) -> Int:
 
 def _code_scale(top: Int) -> Float:
     """The scale of 4-bit codes, from the bits of the largest magnitude."""
-    bits = _rounded(top.as_float() * _reciprocal(_LARGEST_CODE))
+    bits = _rounded(top.as_float() * float32(1 / _LARGEST_CODE))
     return (bits < _TINY).where(_ONE, bits).as_float()
 
 
 def _e4m3_scale(top: Int) -> Float:
     """The scale of e4m3: at least the smallest normal number; 1 if the maximum is below that."""
-    bits = (top.as_float() * _reciprocal(E4M3_MAX)).as_int().maximum(_TINY)
+    bits = (top.as_float() * float32(1 / E4M3_MAX)).as_int().maximum(_TINY)
     return (top < _TINY).where(_ONE, _rounded(bits.as_float())).as_float()
 
 
 def _code(x: Float, scale: Float, inverse: Float) -> Int:
     """``rint(x / scale)``, clipped to -8 .. 7."""
-    low, high = lane.number(-_LARGEST_CODE - 1.0), lane.number(float(_LARGEST_CODE))
-    shifted = lane.minimum(lane.maximum(x * inverse, low), high) + lane.ROUNDER
-    code, guess = shifted.as_int() - 0x4B400000, shifted - lane.ROUNDER
-    rest, half = x - guess * scale, scale * 0.5
-    is_odd = (code & 1).equals(1)
-    above = (rest > half) | (is_odd & rest.equals(half))
-    below = (rest < -half) | (is_odd & rest.equals(-half))
-    one = lane.integer(1)
-    code = code + above.where(one, 0) - below.where(one, 0)
-    return code.maximum(-_LARGEST_CODE - 1).minimum(_LARGEST_CODE)
+    return warp.settled_code(x, x * inverse, scale, -_LARGEST_CODE - 1, _LARGEST_CODE)

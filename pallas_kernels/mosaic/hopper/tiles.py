@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic.hopper.segments import Bounds
+from pallas_kernels.mosaic.hopper.segments import Bounds, visible
 from pallas_kernels.mosaic.ring import ROWS
 from pallas_kernels.mosaic.softmax import Exponential, Policy
 
@@ -89,17 +89,8 @@ def _span(first: jax.Array, length: jax.Array, s: Settings, segments: Bounds | N
     """
     p = s.policy
     last = first + s.rows - 1
-    start, stop, full_start, full_stop = jnp.int32(0), length, jnp.int32(0), length
-    if p.right is not None:
-        stop = jnp.minimum(stop, last + (p.right + 1))
-        full_stop = jnp.minimum(full_stop, first + (p.right + 1))
-    if p.left is not None:
-        start = jnp.maximum(first - p.left, 0)
-        full_start = jnp.maximum(last - p.left, 0)
-    if segments is not None:
-        start, stop = jnp.maximum(start, segments.start), jnp.minimum(stop, segments.stop)
-        full_start = jnp.maximum(full_start, segments.full_start)
-        full_stop = jnp.minimum(full_stop, segments.full_stop)
+    seen = visible(first, last, length, p.left, p.right, segments)
+    start, stop, full_start, full_stop = seen
     block = jnp.int32(s.tile)
     end = lax.div(stop + (block - 1), block)
     begin = lax.div(start, block)

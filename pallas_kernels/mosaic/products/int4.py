@@ -10,19 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.block import transposed
 from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
 
-GROUP = 128
-"""Inputs that share a scale."""
+GROUP = 128  # inputs that share a scale
 ROW_BYTES = GROUP // 2
 # e4m3 of 0 .. 7 and of -8 .. -1.
 _INTEGERS = (0x44403800, 0x4E4C4A48, 0xCACCCED0, 0xB8C0C4C8)
 _MAGNITUDES = 0x7F7F7F7F
 TABLE_BYTES = 16
-CHUNK = 256
-"""Bytes of a row as a tile of 64 rows is copied: 16 such rows, as longer rows are fewer."""
-TABLES = 128
-"""Scales are e4m3 without a sign; each has a table of 16 products."""
+CHUNK = 256  # bytes of a row as a tile of 64 rows is copied: 16 such rows, as longer rows are fewer
+TABLES = 128  # scales are e4m3 without a sign; each has a table of 16 products
 
 
 def chunks(codes: Any) -> Any:
@@ -157,8 +155,7 @@ def expand(codes: Any, scales: Any, tables: Any, first: Any, out: Any) -> None:
 # 8-bit numbers. A lane takes four rows, converts 32 codes of each, and transposes four times four
 # bytes by eight permutations.
 
-MOST_ROWS = 128
-"""Rows that a warpgroup transposes at a time."""
+MOST_ROWS = 128  # rows that a warpgroup transposes at a time
 _EACH = 4
 
 
@@ -190,24 +187,13 @@ def expand_transposed(codes: Any, scales: Any, tables: Any, group: Any, out: Any
         held = source.at(row * ROW_BYTES).words(4)
         rows.append([x for word in held for x in convert(word, table)])
     is_turned = turned.equals(1)
-    low, high = is_turned.where(0x1504, 0x5140), is_turned.where(0x3726, 0x7362)
+    # Either order of the lower, and of the upper, halves of two words.
+    picks = is_turned.where(0x1504, 0x5140), is_turned.where(0x3726, 0x7362)
     targets = []
     for i in range(_EACH):
         k = (place << 2) + i
         targets.append(Pointer.to(out).at(k * MOST_ROWS, ((line ^ (k & 7)) << 4) + (part << 2)))
     for j in range(GROUP // 16):
-        columns = _turned([row[j] for row in rows], low, high)
+        columns = transposed([row[j] for row in rows], picks)
         for target, word in zip(targets, columns, strict=True):
             target.at(16 * j * MOST_ROWS).store(word)
-
-
-def _turned(rows: list[Int], low: Int, high: Int) -> list[Int]:
-    """Byte `i` of each of four words, for each `i`.
-
-    `low` and `high` interleave the lower and the upper halves of two words, in either order.
-    """
-    out = []
-    for selector in (low, high):
-        a, b = (lane.permute_bytes(rows[i], rows[i + 1], selector) for i in (0, 2))
-        out += [lane.permute_bytes(a, b, 0x5410), lane.permute_bytes(a, b, 0x7632)]
-    return out

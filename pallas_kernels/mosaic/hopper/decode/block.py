@@ -17,9 +17,9 @@ the sum of weights, which is one more product.
 import dataclasses
 import functools
 import operator
-import struct
 from typing import Any
 
+from pallas_kernels.layouts import float32
 from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.decode.types import (
     INT8_RANGE,
@@ -353,10 +353,6 @@ def _tile_outputs(
 _TINY = 1.1754943508222875e-38
 
 
-def _float32(x: float) -> float:
-    return float(struct.unpack("<f", struct.pack("<f", x))[0])
-
-
 def load_query(
     a: warp.Arrays, at: warp.Program, shape: Shape, here: Place, factor: float, unit: float
 ) -> Query:
@@ -399,20 +395,12 @@ def row_scale(x: list[Float]) -> Float:
         bad = lane.fma(v, 0.0, bad)
     top = lane.reduce_lanes(top, lane.maximum, (1, 2))
     bad = lane.reduce_lanes(bad, lambda a, b: a + b, (1, 2))
-    scale = ((top * _float32(1 / INT8_RANGE)).as_int() + 255) & -256
+    scale = ((top * float32(1 / INT8_RANGE)).as_int() + 255) & -256
     value = scale.as_float()
     return (value < _TINY).where(1.0, value) + bad
 
 
 def row_code(x: Float, scale: Float) -> Int:
     """``rint(x / scale)``, made exact by comparisons (`turbojax.quantizers.int8`)."""
-    limit = INT8_RANGE
-    quotient = lane.minimum(lane.maximum(x / scale, lane.number(-limit)), lane.number(limit))
-    shifted = quotient + lane.ROUNDER
-    code, guess = shifted.as_int() - 0x4B400000, shifted - lane.ROUNDER
-    rest, half = x - guess * scale, scale * 0.5
-    is_odd = (code & 1).equals(1)
-    above = (rest > half) | (is_odd & rest.equals(half))
-    below = (rest < -half) | (is_odd & rest.equals(-half))
-    code = code + above.where(lane.integer(1), 0) - below.where(lane.integer(1), 0)
-    return code.maximum(-int(limit)).minimum(int(limit))
+    limit = int(INT8_RANGE)
+    return warp.settled_code(x, x / scale, scale, -limit, limit)

@@ -272,15 +272,7 @@ def transposed(
             )
             for b in range(4)
         ]
-        low = [lane.permute_bytes(rows[i], rows[i + 1], 0x5140) for i in (0, 2)]
-        high = [lane.permute_bytes(rows[i], rows[i + 1], 0x7362) for i in (0, 2)]
-        out.append(
-            [
-                lane.permute_bytes(pair[0], pair[1], select)
-                for pair in (low, high)
-                for select in (0x5410, 0x7632)
-            ]
-        )
+        out.append(warp.transposed(rows))
     return out
 
 

@@ -52,7 +52,7 @@ def merge(
     result: jax.Array | jax.ShapeDtypeStruct,
     kv_heads: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `pallas_kernels.merge.merge`; the result's dtype is the queries' or float32."""
+    """As `pallas_kernels.triton._merge.merge`; the result's dtype is the queries' or float32."""
     batch, tokens, heads, head_dim = result.shape
     parts, rows = m.shape[1:]
     queries = batch * tokens * heads

@@ -225,7 +225,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
         def consume(work: _Work, slot: jax.Array) -> jax.Array:
             d_k, d_v, slot = _consume(work, slot, me, x, m, s)
             first = work.first + me * ROWS
-            exists = tiles.along_rows(tiles.iota() + first < work.length, width)
+            exists = ring.along(ring.iota(ring.ROW) + first < work.length, (ROWS, width), 0)
             rows = (work.b, pl.ds(first, ROWS), work.h, work.channels)
             for sums, ref in ((d_k * s.scale, dk_ref), (d_v, dv_ref)):
                 tiles.store(jnp.where(exists, sums, 0.0), m.out.at[me], ref.at[rows])

@@ -214,7 +214,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
         def consume(work: _Work, slot: jax.Array) -> jax.Array:
             sums, is_blind, slot = _consume(work, slot, me, x, m, s)
             # A query that sees nothing gets nothing, even from keys with NaN.
-            sums = jnp.where(tiles.along_rows(is_blind, head_dim), 0.0, sums * s.scale)
+            sums = jnp.where(ring.along(is_blind, (ROWS, head_dim), 0), 0.0, sums * s.scale)
             rows = (work.b, pl.ds(work.first + me * ROWS, ROWS), work.head)
             tiles.store(sums, m.out.at[me], out_ref.at[rows])
             return slot

@@ -14,7 +14,7 @@ from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.layouts import Ref as Ref
 from pallas_kernels.mosaic import bias as biases
 from pallas_kernels.mosaic import ring
-from pallas_kernels.mosaic.hopper.segments import Bounds
+from pallas_kernels.mosaic.hopper.segments import Bounds, visible
 from pallas_kernels.mosaic.products import wgmma
 from pallas_kernels.mosaic.ring import COLUMN as COLUMN
 from pallas_kernels.mosaic.ring import ROW as ROW
@@ -159,17 +159,8 @@ def span(
     further.
     """
     last = first + (count - 1)
-    start, stop, full_start, full_stop = jnp.int32(0), length, jnp.int32(0), length
-    if after is not None:
-        stop = jnp.minimum(stop, last + (after + 1))
-        full_stop = jnp.minimum(full_stop, first + (after + 1))
-    if before is not None:
-        start = jnp.maximum(first - before, 0)
-        full_start = jnp.maximum(last - before, 0)
-    if segments is not None:
-        start, stop = jnp.maximum(start, segments.start), jnp.minimum(stop, segments.stop)
-        full_start = jnp.maximum(full_start, segments.full_start)
-        full_stop = jnp.minimum(full_stop, segments.full_stop)
+    seen = visible(first, last, length, before, after, segments)
+    start, stop, full_start, full_stop = seen
     step = jnp.int32(ROWS)
     end = lax.div(jnp.maximum(stop, 0) + (step - 1), step)
     begin = jnp.minimum(lax.div(start, step), end)
@@ -274,11 +265,3 @@ def store(x: jax.Array, memory: Ref, target: Ref) -> None:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(memory, target.at[:, begin : begin + width])
         plgpu.wait_smem_to_gmem(0)
-
-
-def along_rows(x: jax.Array, columns: int) -> jax.Array:
-    return lax.broadcast_in_dim(x, (ROWS, columns), (0,))
-
-
-def iota() -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)

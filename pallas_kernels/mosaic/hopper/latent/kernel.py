@@ -53,8 +53,8 @@ from pallas_kernels.mosaic.hopper.latent.tiles import (
 from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
 from pallas_kernels.mosaic.hopper.paged_prompt import tiles as prompt_tiles
 from pallas_kernels.mosaic.hopper.paged_prompt.expand import BYTE_OFFSET, Codec, centroids
-from pallas_kernels.mosaic.hopper.paged_prompt.memory import pieces
-from pallas_kernels.mosaic.hopper.paged_prompt.products import accumulator, along
+from pallas_kernels.mosaic.hopper.paged_prompt.products import accumulator
+from pallas_kernels.mosaic.hopper.paged_prompt.tiles import pieces
 from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
 from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, SCALAR
 
@@ -64,8 +64,7 @@ from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, SCALAR
 # the matrix unit finds them. What is loaded stays in registers until its slot is free, so loads run
 # ahead of it.
 
-SHARES = 2
-"""Warpgroups that expand a tile."""
+SHARES = 2  # warpgroups that expand a tile
 
 
 class Codes:
@@ -205,8 +204,7 @@ def numbers(x: jax.Array, out: Ref, base: jax.Array, first: jax.Array, rows: int
 
 # Memory -------------------------------------------------------------------------------------------
 
-STAGES = 2
-"""Tiles of tokens: all that there is room for."""
+STAGES = 2  # tiles of tokens: all that there is room for
 
 
 class Memory(NamedTuple):
@@ -252,10 +250,6 @@ __all__ = ["Settings", "attend", "settings"]
 
 _MATRIX = plgpu.Layout.WGMMA
 _EIGHT = 8
-
-
-def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
 
 
 # What copies --------------------------------------------------------------------------------------
@@ -362,11 +356,11 @@ def _hide(
         lost.clean(y.latent.at[slot, i], y.lost.at[i], count)
     plgpu.commit_smem()
     last = work.token_of() + (work.begin - j * TILE)
-    key = along(plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=COLUMN), scores.shape, 1)
-    seen, first = key <= along(last, scores.shape, 0), jnp.zeros_like(last)
+    key = ring.along(ring.iota(COLUMN, TILE), scores.shape, 1)
+    seen, first = key <= ring.along(last, scores.shape, 0), jnp.zeros_like(last)
     if s.window is not None:
         first = last - s.window
-        seen = seen & (key >= along(first, scores.shape, 0))
+        seen = seen & (key >= ring.along(first, scores.shape, 0))
     words = [y.lost[0, i] | y.lost[1, i] for i in range(TILE // lost.BITS)]
     return lost.spoil(jnp.where(seen, scores, -jnp.inf), words, first, last)
 
@@ -395,15 +389,15 @@ def _attend(
         # 0 in rows where nothing was visible yet.
         shift = jnp.where(top == -jnp.inf, 0.0, top)
         alpha = jnp.exp2(m - shift)
-        p = jnp.exp2(found - along(shift, found.shape, 0))
+        p = jnp.exp2(found - ring.along(shift, found.shape, 0))
         l = l * alpha + jnp.sum(p, axis=1)
-        o, p = o * along(alpha, o.shape, 0), p.astype(y.p.dtype)
+        o, p = o * ring.along(alpha, o.shape, 0), p.astype(y.p.dtype)
         o = _add(o, p, slot, jnp.int32(0), y, lambda: _hand_over(p, alpha, y))
         return o, top, l, ring.next_slot(slot, STAGES)
 
     edge, plain = (functools.partial(step, is_edge=x) for x in (True, False))
-    tiles, o = work.tiles, _full(0.0, (ROWS, HALF), _MATRIX)
-    carry = (o, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), slot)
+    tiles, o = work.tiles, ring.full(0.0, (ROWS, HALF), _MATRIX)
+    carry = (o, ring.full(-jnp.inf, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW), slot)
     pl.when(work.is_any)(lambda: plgpu.barrier_wait(y.q_ready))
     if s.window is not None:
         carry = lax.fori_loop(tiles.begin, tiles.inner, edge, carry)
@@ -442,7 +436,7 @@ def _add(
 
 
 def _store(o: jax.Array, share: jax.Array, half: jax.Array, work: Work, out: Ref) -> None:
-    share = along(share, o.shape, 0)
+    share = ring.along(share, o.shape, 0)
     # Rows that see nothing may have summed tokens of other rows.
     o = jnp.where(share == 0, 0.0, o * share)
     channels(o, out, work.base, work.first, work.rows, half * HALF)
@@ -477,14 +471,14 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
         following = ring.next_slot(slot, STAGES)
         words = expanded(words, j + 1, following)
         plgpu.barrier_wait(y.ready.at[slot])
-        o = o * along(factors(), o.shape, 0)
+        o = o * ring.along(factors(), o.shape, 0)
         o = _add(o, y.p, slot, jnp.int32(1), y, lambda: None)
         plgpu.barrier_arrive(y.p_free)
         return o, following, *words
 
     begin, end = work.tiles.begin, work.tiles.end
     words = [] if codes is None else expanded(codes.load(work, begin, 1), begin, slot)
-    o = _full(0.0, (ROWS, HALF), _MATRIX)
+    o = ring.full(0.0, (ROWS, HALF), _MATRIX)
     o, slot, *_ = lax.fori_loop(begin, end, step, (o, slot, *words))
     share = factors()
     plgpu.barrier_arrive(y.p_free)

@@ -16,12 +16,9 @@ from pallas_kernels.mosaic.hopper.paged_prompt.tiles import Span, span
 from pallas_kernels.mosaic.lane import Int, Pointer
 from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR
 
-TILE = 64
-"""Tokens that are multiplied at once."""
-LATENT, ROPE = 512, 64
-"""Channels: of the latent, and of the rotary part of a key."""
-HALVES = 2
-"""Halves of the latent's channels; each is summed by its own warpgroup."""
+TILE = 64  # tokens that are multiplied at once
+LATENT, ROPE = 512, 64  # channels: of the latent, and of the rotary part of a key
+HALVES = 2  # halves of the latent's channels; each is summed by its own warpgroup
 HALF = LATENT // HALVES
 
 
@@ -119,7 +116,7 @@ class Work:
         return self.tiles.begin < self.tiles.end
 
     def token_of(self) -> jax.Array:
-        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + self.first
+        row = ring.iota(ROW) + self.first
         return lax.div(row, jnp.full_like(row, self.heads))
 
 
@@ -127,8 +124,7 @@ class Work:
 # Tiles that are asked for in the L2 cache before there is room for them in shared memory: there is
 # for two alone, so while they are attended to nothing would be on its way from memory.
 
-TOKENS = 16
-"""Tokens of a tile for each of a warpgroup's warps: all are in one page."""
+TOKENS = 16  # tokens of a tile for each of a warpgroup's warps: all are in one page
 _LANES, _LINE = 32, 128
 
 

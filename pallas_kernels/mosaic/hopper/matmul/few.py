@@ -40,8 +40,7 @@ from pallas_kernels.mosaic.lane import ClusterPointer, Float, Int, Pointer
 from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
 
-ROWS = 64
-"""Rows of a tile."""
+ROWS = 64  # rows of a tile
 TILE_BYTES = ROWS * ROW_BYTES
 THREADS = 128
 _TABLES_BYTES = TABLES * TABLE_BYTES

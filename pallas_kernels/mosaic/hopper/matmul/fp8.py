@@ -27,8 +27,7 @@ from pallas_kernels.mosaic.products import wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP
 from pallas_kernels.mosaic.ring import ROWS
 
-STAGE_BYTES = TILE * GROUP
-"""Shared memory that the weights of a stage take."""
+STAGE_BYTES = TILE * GROUP  # shared memory that the weights of a stage take
 
 
 def _start(w: Ref, x: Ref, total: jax.Array | None) -> jax.Array:
@@ -61,8 +60,7 @@ def _accumulate(
 
         return total, ring.slot_after(slot, 1, s.stages), slot
 
-    zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
-    carry = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), slot, slot)
+    carry = (ring.full(0.0, (ROWS, s.tokens)), slot, slot)
     total, after, last = lax.fori_loop(work.begin, work.end, step, carry)
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(m.free.at[last])

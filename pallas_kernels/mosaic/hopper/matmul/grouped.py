@@ -36,8 +36,7 @@ from pallas_kernels.mosaic.products import int4, wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP, TABLE_BYTES, TABLES
 from pallas_kernels.mosaic.ring import PROGRAM, ROWS, SCALAR
 
-NAN = 0x7FFF7FFF
-"""A word of two float16 or bfloat16 NaNs."""
+NAN = 0x7FFF7FFF  # A word of two float16 or bfloat16 NaNs
 _LANES = 32
 
 
@@ -117,8 +116,7 @@ def _running(x: Int, number: Int) -> Int:
     return x
 
 
-TABLES_BYTES = TABLES * TABLE_BYTES
-"""Shared memory that the tables take."""
+TABLES_BYTES = TABLES * TABLE_BYTES  # shared memory that the tables take
 _SWIZZLE = (plgpu.SwizzleTransform(GROUP),)
 # Tokens that are written at a time.
 _MOST_WRITTEN = 64

@@ -32,8 +32,7 @@ from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import ROW_BYTES, TABLE_BYTES, TABLES
 from pallas_kernels.mosaic.ring import ROWS, WARPGROUPS
 
-TABLES_BYTES = TABLES * TABLE_BYTES
-"""Shared memory that the tables take."""
+TABLES_BYTES = TABLES * TABLE_BYTES  # shared memory that the tables take
 
 
 def stage_bytes(scale_bytes: int) -> int:
@@ -62,8 +61,7 @@ def _accumulate(
 
     wait(begin, slot)
     words, unit = program.operand(weights, slot, half)
-    zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
-    carry = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), words, unit, slot)
+    carry = (ring.full(0.0, (ROWS, s.tokens)), words, unit, slot)
     steps = lax.div(jnp.maximum(work.end - begin, 0) + (s.teams - 1), jnp.int32(s.teams))
     total, *_ = lax.fori_loop(jnp.int32(0), steps, step, carry)
     return total, after

@@ -40,8 +40,7 @@ from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
 from pallas_kernels.mosaic.ring import ROWS, SCALAR, WARPGROUPS
 
-TILE = WARPGROUPS * ROWS
-"""Weight rows of a tile."""
+TILE = WARPGROUPS * ROWS  # weight rows of a tile
 # Of every array in shared memory; all barriers together take less.
 _ALIGNMENT = 1024
 # Tokens that are written at a time, to the staging places in turn.
@@ -185,8 +184,7 @@ def _accumulate(
         return total, words, following
 
     turns.wait()
-    zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
-    carry = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), *operand)
+    carry = (ring.full(0.0, (ROWS, s.tokens)), *operand)
     total, words, slot = lax.fori_loop(jnp.int32(0), jnp.int32(groups), step, carry)
     return total, (words, slot)
 

@@ -22,8 +22,7 @@ from pallas_kernels.mosaic.products import int4, wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP
 from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR, WARPGROUPS
 
-TILE = WARPGROUPS * ROWS
-"""Outputs of a tile, before a gated product halves them."""
+TILE = WARPGROUPS * ROWS  # outputs of a tile, before a gated product halves them
 # Copies are of multiples of this many bytes.
 _COPY_UNIT = 128
 # Tokens of a tile that are written at a time, to the staging places in turn.

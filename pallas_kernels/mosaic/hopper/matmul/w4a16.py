@@ -99,8 +99,7 @@ def _accumulate(
         plgpu.barrier_arrive(m.free.at[slot])
         return add(total, product, unit), ring.slot_after(slot, s.teams, s.stages)
 
-    zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
-    total = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    total = ring.full(0.0, (ROWS, s.tokens))
     steps = lax.div(jnp.maximum(work.end - begin, 0) + (s.teams - 1), jnp.int32(s.teams))
     if s.teams > 1 and s.tokens > 32:
         # Two operands at once would take too many registers; other warpgroups compute meanwhile.

@@ -26,10 +26,8 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 from pallas_kernels.mosaic.products import int4_half
 
 NAME = "turbojax_w4a16_few_hopper"
-STRIP = 16
-"""Rows of a warp's product."""
-TILE = 8
-"""Tokens of a warp's product."""
+STRIP = 16  # rows of a warp's product
+TILE = 8  # tokens of a warp's product
 BLOCK_ROWS = 64
 _GROUP, _BLOCK_BYTES, _UNIT_BYTES = 128, 4096, 1024
 _STRIPS = BLOCK_ROWS // STRIP

@@ -29,8 +29,7 @@ from pallas_kernels.mosaic.hopper.paged.rotation import hadamard
 from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
 
 NAME = "turbojax_paged_append_hopper"
-CHANNELS = 8
-"""Channels of a lane."""
+CHANNELS = 8  # channels of a lane
 
 _LANES = 32
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -58,8 +57,7 @@ class Int8:
     """Integers of 8 bits and a scale, see `int8`."""
 
 
-Stored = Codec | Float8 | Int8 | None
-"""How a side is stored; None: unchanged."""
+Stored = Codec | Float8 | Int8 | None  # how a side is stored; None: unchanged
 
 
 @dataclasses.dataclass(frozen=True)

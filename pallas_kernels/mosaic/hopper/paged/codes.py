@@ -67,18 +67,7 @@ class Mixed:
         if isinstance(self.key, Fp8):
             return self.key.scores(slot, query, here)
         norms = self.norms(0, slot, here)
-        out: list[list[Float]] = [[] for _ in query.operands]
-        for pair in self.key.key_rows(slot, self.s.held, here):
-            for tile, operands in enumerate(query.operands):
-                low, high = query.start[tile]
-                c = [low, high, low, high]
-                for k in range(0, len(operands), 2):
-                    a = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
-                    c = lane.matmul(a, operands[k : k + 2], c)
-                for j in (0, 1):
-                    x = integers.joined(c[2 * j], c[2 * j + 1], query.offset[tile])
-                    out[tile].append(x * (norms[len(out[tile])] * query.factor[tile]))
-        return out
+        return integers.scores(self.key.key_rows(slot, self.s.held, here), norms, query)
 
     def norms(self, side: int, slot: Pointer, here: Place) -> list[Float]:
         """Norms of the lane's tokens: of keys if `side` is 0, of values if 1."""
@@ -86,11 +75,7 @@ class Mixed:
         first = block * (self.s.key_bytes(self.head_dim) + self.s.row_bytes(self.head_dim))
         first += 2 * block if side and not isinstance(self.key, Fp8) else 0
         selector = (here.odd * 0x2222) ^ 0x3210
-        out = []
-        for word in slot.at(here.g * (2 * held), first).words(held // 2):
-            word = lane.permute_bytes(word, 0, selector)
-            out += [lane.half_to_float(word), lane.half_to_float(word >> 16)]
-        return out
+        return integers.norms(slot.at(here.g * (2 * held), first).words(held // 2), selector)
 
     def weighted(
         self,
@@ -106,16 +91,8 @@ class Mixed:
         for p, seen in zip(weights, visible, strict=True):
             w = [v.where(x * n, 0.0) for v, x, n in zip(seen, p, norms, strict=True)]
             operands.append(integers.weight_operands(w, self._middle(1), here))
-        out: list[list[Float]] = [[] for _ in weights]
         values = slot.at(self.s.block * self.s.key_bytes(self.head_dim))
-        for rows in self.value.value_rows(values, self.s.held, here):
-            for tile, (words, start, offset, unit) in enumerate(operands):
-                c = [*start, *start]
-                for k in range(0, len(words), 2):
-                    c = lane.matmul(rows[2 * k : 2 * k + 4], words[k : k + 2], c)
-                for j in (0, 1):
-                    out[tile].append(integers.joined(c[2 * j], c[2 * j + 1], offset) * unit)
-        return out
+        return integers.weighted(self.value.value_rows(values, self.s.held, here), operands)
 
 
 def _integers(side: Stored, head_dim: int, s: Settings) -> Codes | Int8:

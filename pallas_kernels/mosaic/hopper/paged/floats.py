@@ -7,7 +7,7 @@ low part in two columns.
 import abc
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pallas_kernels.mosaic import lane
@@ -17,8 +17,10 @@ from pallas_kernels.mosaic.hopper.paged.inputs import (
     Query,
     Settings,
     key_rows,
+    multiplied,
     parity,
     scaled,
+    summed,
     value_words,
     weight_words,
 )
@@ -52,6 +54,9 @@ class Floats(abc.ABC):
     @property
     def row(self) -> int:
         return self.s.row_bytes(self.head_dim)
+
+    def _matmul(self, a: Sequence[Int], b: Sequence[Int], c: Sequence[Float]) -> list[Float]:
+        return lane.half.matmul(a, b, c, self.dtype)
 
     def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
         """Prepares a block of which some query may not see all: a bit for each token not finite.
@@ -107,10 +112,7 @@ class Floats(abc.ABC):
         out: list[list[Float]] = [[] for _ in weights]
         for rows in self.value_rows(slot.at(self.s.block * self.row), here):
             for tile, words in enumerate(operands):
-                c = [starts[tile], zero] * 2
-                for k in range(0, len(words), 2):
-                    a = rows[2 * k : 2 * k + 4]
-                    c = lane.half.matmul(a, words[k : k + 2], c, self.dtype)
+                c = summed(rows, words, [starts[tile], zero] * 2, self._matmul)
                 out[tile] += [c[2 * j] + c[2 * j + 1] for j in (0, 1)]
         return out
 
@@ -175,10 +177,8 @@ class Fp8(Floats):
         out: list[list[Float]] = [[] for _ in query.operands]
         for pair in key_rows(slot, self.row, self.s.held, here, self.convert):
             for tile, operands in enumerate(query.operands):
-                c = [*query.start[tile], *query.start[tile]]
-                for k in range(0, len(operands), 2):
-                    a = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
-                    c = lane.half.matmul(a, operands[k : k + 2], c)
+                start = [*query.start[tile], *query.start[tile]]
+                c = multiplied(pair, operands, start, lane.half.matmul)
                 out[tile] += [(c[2 * j] + c[2 * j + 1]) * query.factor[tile] for j in (0, 1)]
         return out
 
@@ -246,10 +246,7 @@ class Plain(Floats):
         for i in range(0, self.s.held, 2):
             pair = [self._runs(first.at((here.odd ^ j) * self.row), here) for j in (i, i + 1)]
             for tile, operands in enumerate(query.operands):
-                c = [lane.number(0.0)] * 4
-                for k in range(0, len(operands), 2):
-                    a = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
-                    c = lane.half.matmul(a, operands[k : k + 2], c, self.dtype)
+                c = multiplied(pair, operands, [lane.number(0.0)] * 4, self._matmul)
                 found = [is_odd.where(c[2 * j + 1], c[2 * j]) for j in (0, 1)]
                 out[tile] += [x * query.factor[tile] for x in found]
         return out

@@ -335,8 +335,9 @@ class State:
 
 _DOWN, _SMALLEST = 2.0**-16, 2.0**-100
 
-Convert = Callable[[Int], Sequence[Int]]
-"""From a word of a page to operand words."""
+Convert = Callable[[Int], Sequence[Int]]  # from a word of a page to operand words
+Multiply = Callable[[Sequence[Int], Sequence[Int], Sequence[Any]], list[Any]]
+"""A warp's product, such as `lane.matmul`."""
 
 
 def key_rows(keys: Pointer, row: int, held: int, here: Place, convert: Convert) -> Any:
@@ -372,18 +373,39 @@ def weight_words(planes: list[Int], here: Place) -> list[Int]:
     return words
 
 
+def multiplied(
+    pair: Sequence[Sequence[Int]], words: list[Int], sums: list[Any], multiply: Multiply
+) -> list[Any]:
+    """The sums of two tokens' keys, operand words of each, times a query's `words`."""
+    for k in range(0, len(words), 2):
+        operand = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
+        sums = multiply(operand, words[k : k + 2], sums)
+    return sums
+
+
+def summed(rows: list[Int], words: list[Int], sums: list[Any], multiply: Multiply) -> list[Any]:
+    """The sums of two channels' values, `rows` of a `value_rows`, times weights' `words`."""
+    for k in range(0, len(words), 2):
+        sums = multiply(rows[2 * k : 2 * k + 4], words[k : k + 2], sums)
+    return sums
+
+
+def largest(x: list[Float]) -> tuple[Float, Float]:
+    """The largest magnitude of a row that four lanes share, and 0, or NaN unless all are finite."""
+    top, bad = lane.number(0.0), lane.number(0.0)
+    for v in x:
+        top = lane.maximum(top, lane.maximum(v, -v))
+        bad = lane.fma(v, 0.0, bad)
+    top = lane.reduce_lanes(top, lane.maximum, (1, 2))
+    return top, lane.reduce_lanes(bad, lambda u, v: u + v, (1, 2))
+
+
 def scaled(x: list[Float]) -> tuple[list[Float], Float]:
     """A query's numbers divided by their largest magnitude, and that; NaN unless all are finite.
 
     Numbers below ``2**-84`` become 0, which changes no score.
     """
-    top, bad = lane.number(0.0), lane.number(0.0)
-    for v in x:
-        top = lane.maximum(top, lane.maximum(v, -v))
-        # Zero, or NaN for what is not finite.
-        bad = lane.fma(v, 0.0, bad)
-    top = lane.reduce_lanes(top, lane.maximum, (1, 2))
-    bad = lane.reduce_lanes(bad, lambda u, v: u + v, (1, 2))
+    top, bad = largest(x)
     # Far from where a reciprocal overflows, or is flushed to 0.
     top = lane.maximum(top * _DOWN, lane.number(_SMALLEST))
     inverse = lane.reciprocal(top)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pallas_kernels.mosaic import eight_bits, lane
+from pallas_kernels.mosaic import eight_bits, lane, warp
 from pallas_kernels.mosaic.hopper.paged.inputs import Place, key_rows, value_words
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
@@ -52,7 +52,7 @@ class Int8:
         for j in range(self.head_dim // 32):
             # [k-step][half of its tokens][channel of four]
             turned = [
-                [_transposed([loaded[half][k + b][j] for b in range(4)]) for half in (0, 1)]
+                [warp.transposed([loaded[half][k + b][j] for b in range(4)]) for half in (0, 1)]
                 for k in range(0, held, 4)
             ]
             for first in (0, 2):
@@ -62,19 +62,6 @@ class Int8:
                     for half in (0, 1)
                     for word in step[half][first : first + 2]
                 ]
-
-
-def _transposed(words: list[Int]) -> list[Int]:
-    """Four channels each of four tokens as four tokens each of four channels."""
-    pairs = [
-        [lane.permute_bytes(a, b, selector) for a, b in (words[:2], words[2:])]
-        for selector in (0x5140, 0x7362)
-    ]
-    return [
-        lane.permute_bytes(low, high, selector)
-        for low, high in pairs
-        for selector in (0x5410, 0x7632)
-    ]
 
 
 # Writing: the arithmetic of `turbojax.state.pages.formats.to_int8` --------------------------------

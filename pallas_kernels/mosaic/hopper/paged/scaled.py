@@ -21,18 +21,21 @@ Roofline in full and versions: `docs/kernels/paged.md`.
 import abc
 import dataclasses
 import functools
-import struct
 from typing import Any, Self
 
-from pallas_kernels.layouts import E4M3_MAX
+from pallas_kernels.layouts import E4M3_MAX, float32
 from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.hopper.paged.floats import planes
 from pallas_kernels.mosaic.hopper.paged.inputs import (
     Place,
     Program,
     Query,
     Settings,
     key_rows,
+    largest,
+    multiplied,
     scaled,
+    summed,
     value_words,
     weight_words,
 )
@@ -46,8 +49,7 @@ _MIDDLE = 8
 _STEP, _UPPER = 2.0**-24, 16.0
 # The largest weight of a block becomes this large, so that no weight's remainder is subnormal.
 _RANGE = 2.0**14
-OUTPUT_UNIT = 1 / (_RANGE * _STEP)
-"""Factor of the outputs."""
+OUTPUT_UNIT = 1 / (_RANGE * _STEP)  # factor of the outputs
 _TINY = 1.1754943508222875e-38
 # Bits of 2**-110, far from where a reciprocal overflows: parts of it are as exact.
 _SMALLEST = (127 - 110) << 23
@@ -132,9 +134,7 @@ class Scaled(abc.ABC):
         out: list[list[Float]] = [[] for _ in weights]
         for rows in self._value_rows(slot.at(self._values), here):
             for tile, words in enumerate(operands):
-                c = starts[tile]
-                for k in range(0, len(words), 2):
-                    c = lane.half.matmul(rows[2 * k : 2 * k + 4], words[k : k + 2], c)
+                c = summed(rows, words, starts[tile], lane.half.matmul)
                 out[tile] += [(c[2 * j] + c[2 * j + 1]) * factors[tile][j] for j in (0, 1)]
         return out
 
@@ -189,10 +189,8 @@ class Kv4(Scaled):
         row = self.s.key_bytes(self.head_dim)
         for pair in key_rows(slot, row, self.s.held, here, self.unpacked):
             for tile, operands in enumerate(query.operands):
-                c = [*query.start[tile], *query.start[tile]]
-                for k in range(0, len(operands), 2):
-                    a = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
-                    c = lane.half.matmul(a, operands[k : k + 2], c)
+                start = [*query.start[tile], *query.start[tile]]
+                c = multiplied(pair, operands, start, lane.half.matmul)
                 for x in (c[0], c[2]):
                     factor = scales[len(out[tile])] * query.factor[tile]
                     out[tile].append(x * (1 / _STEP) * factor)
@@ -207,7 +205,7 @@ class K8v4(Scaled):
         self, x: list[Float], here: Place
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
         x, top = scaled(x)
-        pairs = [_planes(x[k : k + 2]) for k in range(0, len(x), 2)]
+        pairs = [planes(x[k : k + 2]) for k in range(0, len(x), 2)]
         is_high, zero = (here.g & 1).equals(1), lane.number(0.0)
         return [is_high.where(high, low) for low, high in pairs], (zero, zero), zero, top
 
@@ -217,10 +215,7 @@ class K8v4(Scaled):
         row = self.s.key_bytes(self.head_dim)
         for pair in key_rows(slot, row, self.s.held, here, lane.half.from_e4m3):
             for tile, operands in enumerate(query.operands):
-                c = [zero] * 4
-                for k in range(0, len(operands), 2):
-                    a = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
-                    c = lane.half.matmul(a, operands[k : k + 2], c)
+                c = multiplied(pair, operands, [zero] * 4, lane.half.matmul)
                 for j in (0, 1):
                     factor = scales[len(out[tile])] * query.factor[tile]
                     out[tile].append((c[2 * j] + c[2 * j + 1]) * factor)
@@ -237,14 +232,8 @@ def channel(number: int, here: Place, head_dim: int) -> Int:
 
 def _scale(x: list[Float]) -> Float:
     """The scale of the query that four lanes share, with the bits of its definition."""
-    top, bad = lane.number(0.0), lane.number(0.0)
-    for v in x:
-        top = lane.maximum(top, lane.maximum(v, -v))
-        # Zero, or NaN for what is not finite.
-        bad = lane.fma(v, 0.0, bad)
-    top = lane.reduce_lanes(top, lane.maximum, (1, 2))
-    bad = lane.reduce_lanes(bad, lambda u, v: u + v, (1, 2))
-    scale = top * struct.unpack("<f", struct.pack("<f", 1 / E4M3_MAX))[0]
+    top, bad = largest(x)
+    scale = top * float32(1 / E4M3_MAX)
     return (scale < _TINY).where(1.0, scale) + bad
 
 
@@ -257,12 +246,5 @@ def _weight_operands(w: list[Float], here: Place) -> tuple[list[Int], Float]:
     inverse = lane.reciprocal(top) * _RANGE
     words = []
     for k in range(0, len(w), 2):
-        words += weight_words(list(_planes([x * inverse for x in w[k : k + 2]])), here)
+        words += weight_words(list(planes([x * inverse for x in w[k : k + 2]])), here)
     return words, top
-
-
-def _planes(x: list[Float]) -> tuple[Int, Int]:
-    """Two numbers as float16, and the remainders, as words: the remainders first."""
-    high = lane.half.pack(x[0], x[1])
-    first, second = lane.half.unpack(high)
-    return lane.half.pack(x[0] - first, x[1] - second), high

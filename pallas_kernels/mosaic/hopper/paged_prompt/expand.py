@@ -27,8 +27,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.mosaic import eight_bits, lane, lanes
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
-TILE = 128
-"""Tokens of a program, and of what it writes."""
+TILE = 128  # tokens of a program, and of what it writes
 _THREADS = 128
 _QUARTERS, _TOGETHER = 4, 8
 # 2**15, of which the second byte counts ones.

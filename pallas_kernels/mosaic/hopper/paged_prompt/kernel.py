@@ -22,7 +22,7 @@ Roofline in full and versions: `docs/kernels/paged.md`.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layouts import LOG2_E, Ref
 from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
-from pallas_kernels.mosaic.hopper.paged_prompt.memory import Memory, memory, pieces
-from pallas_kernels.mosaic.hopper.paged_prompt.products import Eight, Sixteen, along
+from pallas_kernels.mosaic.hopper.paged_prompt.products import Eight, Sixteen
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
     Inputs,
     Settings,
@@ -43,10 +42,71 @@ from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
     count,
     count_parts,
     parts_seen,
+    pieces,
     query_slots,
+    tile_tokens,
     together,
 )
 from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, WARPGROUPS
+
+# Bytes of a row of the output that are stored at once.
+_WIDTH = 128
+
+
+class Memory(NamedTuple):
+    """Shared memory, and the barriers of its slots."""
+
+    q: Ref
+    k: Ref
+    v: Ref
+    lost: Ref
+    out: Ref
+    lse: Ref
+    q_ready: Ref
+    k_ready: Ref
+    v_ready: Ref
+    v_here: Ref
+    q_free: Ref
+    k_free: Ref
+    v_free: Ref
+    turn: Ref
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next tile's operands are copied, and used, while this one ends."""
+        return self.q.shape[0] > WARPGROUPS
+
+    def turns(self) -> None:
+        """Lets the other warpgroup go on, and waits until that does the same."""
+        plgpu.barrier_arrive(self.turn)
+        plgpu.barrier_wait(self.turn)
+
+
+def memory(x: Inputs, out: Ref, s: Settings) -> Memory:
+    head_dim = x.q.shape[3]
+    tile = tile_tokens(head_dim)
+    copies = pieces(x.k.shape[2], tile)
+    heads = together(x.q.shape[2] // x.k.shape[1])
+    rows, queries = (WARPGROUPS, ROWS), query_slots(head_dim) * WARPGROUPS
+    width = _WIDTH // jnp.dtype(out.dtype).itemsize
+    free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)
+    return Memory(
+        q=ring.tile((queries, ROWS, head_dim), x.q.dtype),
+        k=ring.tile((s.stages, tile, head_dim), x.k.dtype),
+        v=ring.tile((s.stages, *(x.v.shape[2:] if x.is_turned else (tile, head_dim))), x.v.dtype),
+        lost=lost.memory(s.stages),
+        out=ring.tile((*rows, width), out.dtype),
+        lse=plgpu.SMEM(rows, jnp.float32),
+        q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=queries),
+        k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
+        # The warpgroup that checks values arrives too, or instead of all.
+        v_ready=plgpu.Barrier(num_arrivals=1 if x.is_turned else copies + 1, num_barriers=s.stages),
+        v_here=plgpu.Barrier(num_arrivals=copies),
+        q_free=plgpu.Barrier(num_barriers=queries),
+        k_free=free,
+        v_free=free,
+        turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
+    )
 
 
 def with_sink(
@@ -57,7 +117,7 @@ def with_sink(
     `m` are maxima, ``-inf`` where nothing is seen; `o` and `l` are not normalized, and to be
     multiplied by two to the power ``m - shift``. `sinks` are in powers of two, ``[N]``.
     """
-    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+    row = ring.iota(ROW)
     each = work.tokens // WARPGROUPS
     sink = jnp.full_like(l, sinks[work.head])
     for g in range(1, work.together):
@@ -67,17 +127,13 @@ def with_sink(
     new = jnp.where(new == -jnp.inf, 0.0, new)
     weight = jnp.exp2(top - new)
     # What sees nothing may have been multiplied with 0 times NaN.
-    o = jnp.where(along(l == 0, o.shape, 0), 0.0, o) * along(weight, o.shape, 0)
+    o = jnp.where(ring.along(l == 0, o.shape, 0), 0.0, o) * ring.along(weight, o.shape, 0)
     return o, new + shift, l * weight + jnp.exp2(sink - new)
 
 
 __all__ = ["Settings", "attention"]
 
 _MATRIX = plgpu.Layout.WGMMA
-
-
-def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
 
 
 # What copies --------------------------------------------------------------------------------------
@@ -183,7 +239,7 @@ def _weights(
     """
 
     def scaled(x: jax.Array) -> jax.Array:
-        return x * (along(factor, x.shape, 0) if factor.ndim and x.ndim > 1 else factor)
+        return x * (ring.along(factor, x.shape, 0) if factor.ndim and x.ndim > 1 else factor)
 
     if s.soft_cap is not None:
         # Absolute errors are what counts: they are multiplied by the cap.
@@ -195,7 +251,7 @@ def _weights(
     # 0 in rows where nothing was visible yet.
     shift = jnp.where(top == -jnp.inf, 0.0, top)
     alpha = jnp.exp2(m - shift)
-    return jnp.exp2(scaled(x) - along(shift - extra, x.shape, 0)), top, alpha
+    return jnp.exp2(scaled(x) - ring.along(shift - extra, x.shape, 0)), top, alpha
 
 
 def _attend(
@@ -237,10 +293,10 @@ def _attend(
         seen = None
         if is_edge:
             last, first = seen_of(j)
-            key = along(plgpu.broadcasted_iota(jnp.int32, (tile,), 0, layout=COLUMN), shape, 1)
-            seen = key <= along(last, shape, 0)
+            key = ring.along(ring.iota(COLUMN, tile), shape, 1)
+            seen = key <= ring.along(last, shape, 0)
             if first is not None:
-                seen = seen & (key >= along(first, shape, 0))
+                seen = seen & (key >= ring.along(first, shape, 0))
         p, m, alpha = _weights(found, m, seen, factor, products.shift, s)
         l = l * alpha + jnp.sum(p, axis=1)
         o, p = products.prepare(o, p, alpha)
@@ -256,8 +312,8 @@ def _attend(
         plgpu.barrier_arrive(y.v_free.at[slot])
         return o, m, l, following
 
-    o = _full(0.0, (ROWS, head_dim), _MATRIX)
-    carry = (o, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), slot)
+    o = ring.full(0.0, (ROWS, head_dim), _MATRIX)
+    carry = (o, ring.full(-jnp.inf, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW), slot)
     wait_for_key(work.tiles.begin, slot)
     _keep_apart(me == 1, y, is_always=False)
     if y.is_ahead:
@@ -304,7 +360,7 @@ def _store(
     broken = jnp.where(work.is_broken, jnp.nan, 0.0)
     share = jnp.where(nothing, 0.0, x.factors[1] / l) + broken
     lse = jnp.where(nothing, -jnp.inf, (m - shift) * (1 / LOG2_E) + jnp.log(l)) + broken
-    o = jnp.where(along(nothing, o.shape, 0), 0.0, o) * along(share, o.shape, 0)
+    o = jnp.where(ring.along(nothing, o.shape, 0), 0.0, o) * ring.along(share, o.shape, 0)
     each = work.tokens // WARPGROUPS
     tokens = pl.ds(work.first + me * each, each)
     width, is_part = y.out.shape[-1], len(out_ref.shape) == 5

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -29,13 +28,7 @@ accumulator: Any = vars(plgpu)["ACC"]
 _INFINITY_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 _TINY = 2.0**-126
 
-Then = Callable[[], None]
-"""Called while a product is in flight."""
-
-
-def along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Numbers repeated over the other axis of a matrix."""
-    return lax.broadcast_in_dim(x, shape, (axis,))
+Then = Callable[[], None]  # called while a product is in flight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +53,7 @@ class Sixteen:
 
     def prepare(self, o: jax.Array, p: jax.Array, alpha: jax.Array) -> tuple[jax.Array, ...]:
         """The sums before, rescaled, and weights as `add` takes them."""
-        return o * along(alpha, o.shape, 0), p.astype(self.v.dtype)
+        return o * ring.along(alpha, o.shape, 0), p.astype(self.v.dtype)
 
     def add(
         self, o: jax.Array, p: jax.Array, alpha: jax.Array, slot: jax.Array, then: Then
@@ -116,7 +109,7 @@ class Eight:
     ) -> jax.Array:
         """`o`, rescaled, plus the weighted values of a tile."""
         product = self._product(p, self.v.at[slot], then)
-        return o * along(alpha, o.shape, 0) + product
+        return o * ring.along(alpha, o.shape, 0) + product
 
     def _product(self, a: jax.Array, b: Ref, then: Then) -> jax.Array:
         swizzle = ring.swizzle_of(b.shape[-1], b.dtype)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.ring import ROW, ROWS, WARPGROUPS
 
 # Heads of a group that share a tile: each has at least eight tokens of a warpgroup's.
@@ -173,9 +173,14 @@ class Work:
 
     def token_of(self, me: jax.Array) -> jax.Array:
         each = self.tokens // WARPGROUPS
-        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+        row = ring.iota(ROW)
         row = (row & (each - 1)) + (self.first + me * each)
         return row if self.group == 1 else lax.div(row, jnp.full_like(row, self.group))
+
+
+def pieces(page_size: int, tile: int) -> int:
+    """Copies that make up a tile."""
+    return max(1, tile // page_size)
 
 
 def count_parts(tables: jax.Array, k: jax.Array, s: Settings) -> int:

@@ -117,18 +117,14 @@ class _Work:
 class _Rows(NamedTuple):
     """A warpgroup's pooled keys."""
 
-    bias: jax.Array
-    """float32 ``[64]``, log2 of the tokens, ``-inf`` where there are none."""
-    last: jax.Array
-    """int32 ``[64]``, the last token."""
-    bit: jax.Array
-    """int32 ``[64]``, the number of the block within the tile."""
-    mine: jax.Array
-    """int32, the bits of the blocks."""
+    bias: jax.Array  # float32 ``[64]``, log2 of the tokens, ``-inf`` where there are none
+    last: jax.Array  # int32 ``[64]``, the last token
+    bit: jax.Array  # int32 ``[64]``, the number of the block within the tile
+    mine: jax.Array  # int32, the bits of the blocks
 
 
 def _rows(work: _Work, me: jax.Array, key_length: jax.Array) -> _Rows:
-    within = tiles.iota(ROWS, ROW) + me * ROWS
+    within = ring.iota(ROW) + me * ROWS
 
     def fill(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, within.shape)
@@ -169,21 +165,21 @@ def _step(
     k, values = keys
     q, d_o, lse, delta = queries
     shape = (ROWS, _QUERIES)
-    pairs = (k, tiles.transposed(q)), (values, tiles.transposed(d_o))
+    pairs = (k, ring.transposed(q)), (values, ring.transposed(d_o))
     x, d_p = tiles.product(*pairs, columns=_QUERIES)
     bias = jnp.where(_is_among(entry, rows), rows.bias, -jnp.inf)
-    lse = tiles.load(lse, COLUMN)
-    x = x * s.factor + (tiles.along(bias, shape, 0) - tiles.along(lse, shape, 1))
+    lse = ring.load(lse, COLUMN)
+    x = x * s.factor + (ring.along(bias, shape, 0) - ring.along(lse, shape, 1))
     if is_masked and s.is_causal:
-        at = tiles.iota(_QUERIES, COLUMN) + position
-        x = jnp.where(tiles.along(rows.last, shape, 0) <= tiles.along(at, shape, 1), x, -jnp.inf)
+        at = ring.iota(COLUMN, _QUERIES) + position
+        x = jnp.where(ring.along(rows.last, shape, 0) <= ring.along(at, shape, 1), x, -jnp.inf)
     if is_masked and segments:
-        mine, other = (tiles.load(*x) for x in zip(segments, (ROW, COLUMN), strict=True))
-        seen = tiles.along(mine, shape, 0) == tiles.along(other, shape, 1)
+        mine, other = (ring.load(*x) for x in zip(segments, (ROW, COLUMN), strict=True))
+        seen = ring.along(mine, shape, 0) == ring.along(other, shape, 1)
         x = jnp.where(seen, x, -jnp.inf)
     p = jnp.exp2(x)
     d_v = tiles.add_product(d_v, p.astype(q.dtype), d_o)
-    d_s = p * (d_p - tiles.along(tiles.load(delta, COLUMN), shape, 1))
+    d_s = p * (d_p - ring.along(ring.load(delta, COLUMN), shape, 1))
     return tiles.add_product(d_k, d_s.astype(q.dtype), q), d_v
 
 
@@ -252,13 +248,13 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
                 one = functools.partial(step, at=at, is_masked=False)
                 return lax.fori_loop(first * plan.steps, last * plan.steps, one, carry)
 
-            zeros = tiles.full(0.0, (ROWS, head_dim), plgpu.Layout.WGMMA)
+            zeros = ring.full(0.0, (ROWS, head_dim), plgpu.Layout.WGMMA)
             carry = (zeros, zeros, jnp.int32(0), slot)
             carry = lax.fori_loop(jnp.int32(0), jnp.int32(work.group), head, carry)
             d_k, d_v, seen, slot = carry
             plgpu.barrier_arrive(key_free.at[me])
             # A block to which nothing attends gets nothing, even if it holds NaN.
-            is_seen = tiles.along(_is_among(seen, rows), zeros.shape, 0)
+            is_seen = ring.along(_is_among(seen, rows), zeros.shape, 0)
             d_k, d_v = (jnp.where(is_seen, x, 0.0) for x in (d_k, d_v))
             span = pl.ds(work.result * TILE + me * ROWS, ROWS)
             for ref, x in zip(outputs, (d_k * s.scale, d_v), strict=True):

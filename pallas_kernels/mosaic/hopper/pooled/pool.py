@@ -23,15 +23,13 @@ from pallas_kernels.mosaic import lane, lanes
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 NAME = "turbojax_pool_hopper"
-CHANNELS = 8
-"""Channels of a lane."""
+CHANNELS = 8  # channels of a lane
 
 _GROUP = LEVELS[-1]
 _LANES, _WIDTH = 32, 2
 _ROW_WORDS = CHANNELS * _WIDTH // 4
 
-Pooled = tuple[jax.Array, jax.Array, jax.Array]
-"""Means of 2, 4 and 8 tokens."""
+Pooled = tuple[jax.Array, jax.Array, jax.Array]  # means of 2, 4 and 8 tokens
 
 
 @dataclasses.dataclass(frozen=True)
