@@ -32,8 +32,6 @@ Words = list[list[list[Int]]]
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block's static sizes."""
-
     tokens: int  # a power of two and at least 16
     head_dim: int  # channels in memory, a multiple of 8
     channels: int  # channels of the codes, a multiple of 8, at most 256

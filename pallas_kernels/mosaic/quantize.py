@@ -22,8 +22,6 @@ _THREADS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A tile's static settings."""
-
     rows: int  # tokens, a multiple of 64
     channels: int  # 64 or 128
     block: int  # tokens that share a scale, 64 or 128; divides `rows`

@@ -35,8 +35,6 @@ class Exponential:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A softmax's static settings."""
-
     exponential: Exponential
     is_int8: bool  # weights become int8 with a scale per row and block; else e4m3 with a static one
     left: int | None  # how far back a query sees, or None

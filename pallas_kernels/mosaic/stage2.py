@@ -60,8 +60,6 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Target:
-    """The place of a block."""
-
     batch: Int
     head: Int
     heads: int  # `K`

@@ -62,8 +62,6 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """What a program works on."""
-
     tile: Int  # number of its queries among those of the head
     pair: Int  # ``batch * K + head``
     batch: Int

@@ -32,8 +32,6 @@ _State = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """An attention call's static settings."""
-
     mode: str  # ``"int8"``, ``"int8_fp8"``, ``"fp8"`` or ``"float"``
     exp: Exponential  # the softmax's exponential
     unit: float  # how many units of its argument are one nat

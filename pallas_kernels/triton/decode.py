@@ -35,8 +35,6 @@ from pallas_kernels.triton._packed import Span, load_codes, spans, whole
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A decode call's static settings."""
-
     mode: str  # ``"int8"``, or ``"float"``: queries and weights are not rounded
     exp: Exponential  # the softmax's exponential
     unit: float  # how many units of its argument are one nat

@@ -37,8 +37,6 @@ _NEIGHBOURS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A launch's static settings."""
-
     tokens: int  # of a program, a power of two and at least 16
     outputs: int  # of a program, the same
     splits: int  # programs that share the groups of a tile

@@ -62,8 +62,6 @@ _State = tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings."""
-
     scale: float
     window: tuple[int, int] | None
     soft_cap: float | None

@@ -45,8 +45,6 @@ _TINY_INTEGERS, _RECIPROCAL_RANGE = 2.0**-25, float(np.float32(1 / 127))
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings."""
-
     codecs: tuple[Codec | None, ...]  # of each side's codes; None for int8
     tokens: int  # of a sequence in this call, `T`
     rows: int  # vectors of a program, a power of two

@@ -50,8 +50,6 @@ from pallas_kernels.triton._paged_codes import Codec as Codec
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings."""
-
     # Optional (left, right); queries never see past their own position.
     window: tuple[int, int] | None
     soft_cap: float | None

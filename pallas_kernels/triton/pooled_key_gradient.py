@@ -42,8 +42,6 @@ _State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A launch's static settings."""
-
     level: int  # tokens of a group: 1, 2, 4 or 8
     rows: int  # groups of a program, a power of two that covers at most 16 blocks
     step: int  # queries at a time, a power of two, at most `block_q`

@@ -27,8 +27,6 @@ _WARP = 32
 
 
 class _Program(NamedTuple):
-    """What a program works on."""
-
     batch: Int
     head: Int
     heads: int  # `K`

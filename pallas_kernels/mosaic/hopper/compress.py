@@ -45,8 +45,6 @@ class Prompt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """One side's static settings."""
-
     layout: Layout  # of a stored block
     stored: int  # how many blocks there is room for
     operand: Codes  # the codes for attention, or only the blocks' place in the prompt

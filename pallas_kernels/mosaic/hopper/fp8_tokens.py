@@ -29,8 +29,6 @@ _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings."""
-
     channels: int  # of a token, `K`, at most `LARGEST`
     dtype: str  # of the tokens, ``"bfloat16"``, ``"float16"`` or ``"float32"``
     norm_dtype: str | None  # of the channels' factors, one of these; None if there are no factors

@@ -38,8 +38,6 @@ _FEW, _MOST_WARPS, _SHARED_WARPS = 64, 32, 8
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings."""
-
     dtype: str  # of the vectors, ``"bfloat16"``, ``"float16"`` or ``"float32"``
     has_e4m3_keys: bool  # whether keys are e4m3, not 4-bit codes
     tokens: int  # of a sequence in this call, `T`

@@ -41,8 +41,6 @@ def unsupported(x: jax.Array, block: int) -> str | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """What a program works on."""
-
     pair: Int  # ``batch * K + head``
     number: Int  # of the block among those of the pair
     x: Pointer  # the pair's first token

@@ -15,8 +15,6 @@ from pallas_kernels.mosaic.softmax import Exponential, Policy
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """An attention call's static settings."""
-
     mode: str  # ``"int8"``, ``"int8_fp8"`` or ``"fp8"``
     exponential: Exponential  # the softmax's
     block_q: int  # query tokens that share a scale, a multiple of 64

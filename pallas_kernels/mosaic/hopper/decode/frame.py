@@ -108,8 +108,6 @@ class SidePointers:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays(warp.Arrays):
-    """The call's arrays."""
-
     key: SidePointers
     value: SidePointers
     buffered: Pointer  # how many of the tokens held are in the buffer, ``[B]``

@@ -29,8 +29,6 @@ _ALL = (16, 8, 4, 2, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings."""
-
     queries: int  # of all sequences and heads, ``B * T * N``
     parts: int  # splits
     rows: int  # queries of a KV head, ``G * T``

@@ -65,8 +65,6 @@ def runs_of(bits: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a call."""
-
     head_dim: int  # a multiple of 32, of 64 if keys have 2- or 3-bit codes
     block: int  # tokens of a cache block: 64 or 128, or 32 if all codes have 4 bits
     key_bits: int  # 4, 3 or 2; shared memory has room for the widest
@@ -180,8 +178,6 @@ class Query:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class State:
-    """A running softmax."""
-
     # For each output tile and 16 channels: rows g, g + 8 at columns 2 t, 2 t + 1.
     outputs: list[Float]
     maxima: list[Float]  # of query `t` of each score tile, in the exponential's units

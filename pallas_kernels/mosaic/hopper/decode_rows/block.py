@@ -170,8 +170,6 @@ def query_bytes(rows: int, head_dim: int) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class State:
-    """A running softmax."""
-
     # For each 8 channels and each 16 rows: row g at two columns, then row g + 8.
     outputs: list[Float]
     maxima: list[Float]  # of rows g and g + 8 of each 16, in the exponential's units

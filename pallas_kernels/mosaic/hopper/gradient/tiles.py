@@ -28,8 +28,6 @@ _WIDTH = 128
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings."""
-
     scale: float
     is_causal: bool
     window: tuple[int, int] | None

@@ -24,8 +24,6 @@ HALF = LATENT // HALVES
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings."""
-
     scale: float  # factor of the products
     window: int | None = None  # how many earlier tokens a query sees, or None
     part: int = 1024  # tokens of the parts that programs take, a multiple of a tile's

@@ -19,8 +19,6 @@ _GATES = {"swiglu": "silu", "geglu": "gelu"}
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """The epilogue's static settings."""
-
     # None, ``"silu"``, ``"gelu"``; of gated weights ``"swiglu"`` or ``"geglu"``.
     activation: str | None
     has_bias: bool

@@ -54,8 +54,6 @@ _AHEAD = 8
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A product's static settings."""
-
     epilogue: Epilogue
     tokens: int  # columns of a product: 8, 16, 32 or 64
     warpgroups: int

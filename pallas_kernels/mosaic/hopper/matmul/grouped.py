@@ -128,8 +128,6 @@ _CHUNK, _THREADS = 16, 128
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A product's static settings."""
-
     epilogue: Epilogue  # without a residual
     tokens: int  # of a tile: 8, 16, 32, 64, 128 or 256
     stages: int  # groups of inputs in shared memory

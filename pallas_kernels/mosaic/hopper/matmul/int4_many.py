@@ -52,8 +52,6 @@ REGISTERS = (232, 40)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A product's static settings."""
-
     epilogue: Epilogue
     tokens: int  # of a tile, a multiple of 32, at most 256
     stages: int  # groups of inputs in shared memory

@@ -31,8 +31,6 @@ _MOST_WRITTEN, _PLACES = 64, 2
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A product's static settings."""
-
     epilogue: Epilogue
     tokens: int  # of a tile: 8, 16, 32, 64, 128 or 256
     stages: int  # groups of inputs in shared memory, a multiple of `teams`

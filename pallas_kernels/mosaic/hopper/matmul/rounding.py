@@ -29,8 +29,6 @@ _BYTES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """Static settings."""
-
     dtype: str  # of the tokens, ``"bfloat16"`` or ``"float16"``
     tokens: int  # how many there are, `M`
     inputs: int  # of a token, a multiple of 8

@@ -38,8 +38,6 @@ _SLOT_BYTES, _SCALES_AT, _ZEROS_AT = 1088, 1024, 1056
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings."""
-
     strips: int  # of 16 rows, of a program
     warpgroups: int
     slots: int  # of a warp, for units that are being copied or in use; at least 2

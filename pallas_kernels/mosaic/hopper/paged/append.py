@@ -62,8 +62,6 @@ Stored = Codec | Float8 | Int8 | None  # how a side is stored; None: unchanged
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings."""
-
     sides: tuple[Stored, Stored]  # how keys, and how values, are stored
     dtype: str  # of the vectors, ``"bfloat16"``, ``"float16"`` or ``"float32"``
     vectors: int  # of a side in this call, ``B * T * K``
@@ -90,8 +88,6 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Side:
-    """One side's arrays."""
-
     vectors: Pointer  # ``[vectors, H]``
     data: Pointer  # ``[P, K, page_size, W]``
     norms: Pointer | None  # float16 ``[P, K, page_size]``: norms of codes, or scales of int8
@@ -100,8 +96,6 @@ class Side:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
-    """A call's arrays."""
-
     tables: Pointer  # int32 ``[B, entries]``
     lengths: Pointer  # int32 ``[B]``, tokens held before
     new_lengths: Pointer  # int32 ``[B]``

@@ -32,8 +32,6 @@ class Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings."""
-
     # What pages hold: ``"turbo4"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, or ``"bfloat16"`` or
     # ``"float16"``, which is the queries' dtype then; ``"kv4"`` and ``"k8v4"``, codes with a scale
     # for each token; ``"mixed"``, see `stored`.
@@ -143,8 +141,6 @@ class Settings:
 
 
 class Pages(NamedTuple):
-    """A pool of pages."""
-
     # Uint8 codes ``[P, K, page_size, H / 2]``, or int8, or floats of 8 or 16 bits ``[P, K,
     # page_size, H]``; of `Settings.stored` codes ``[P, K, page_size, H * bits / 8]``.
     key: Any
@@ -159,8 +155,6 @@ class Pages(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays(warp.Arrays):
-    """The call's arrays."""
-
     pages: Pages
     # ``[B, max_pages]``, or None: sequence `b` has the `room` pages from ``b * room`` on.
     tables: Pointer | None

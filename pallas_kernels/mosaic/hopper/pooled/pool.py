@@ -34,8 +34,6 @@ Pooled = tuple[jax.Array, jax.Array, jax.Array]  # means of 2, 4 and 8 tokens
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings."""
-
     batch: int  # `B`
     size: int  # tokens of the arrays, `S`
     heads: int  # `K`

@@ -30,8 +30,6 @@ accumulator: Any = vars(plgpu)["ACC"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings."""
-
     block_q: int  # query tokens that share a list, a multiple of 128
     block_kv: int  # key tokens of a block, 64 or 128
     scale: float  # factor of the scores, not negative
