@@ -137,7 +137,7 @@ def channel(number: int, here: Place, head_dim: int) -> Int:
     return here.g * (head_dim // 8) + number
 
 
-def planes(x: list[Float], dtype: str) -> tuple[Int, Int]:
+def planes(x: list[Float], dtype: str = "float16") -> tuple[Int, Int]:
     """Two numbers rounded to 16 bits, and the remainders, as words: the remainders first."""
     high = lane.half.pack(x[0], x[1], dtype)
     first, second = lane.half.unpack(high, dtype)
