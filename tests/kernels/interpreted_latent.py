@@ -24,7 +24,7 @@ from tests.models import latent_helpers as helpers
 
 
 def stored(x, out, base, first, rows, channel=None):
-    """`store.channels` or `store.numbers` of arrays."""
+    """`kernel.channels` or `kernel.numbers` of arrays."""
     b = base // rows
     is_part = len(out.shape) == (4 if channel is None else 5)
     lead = (b // out.shape[1], b % out.shape[1], 0) if is_part else (b,)
