@@ -153,9 +153,9 @@ def decode(
       sinks: the same.
       output_dtype: the same.
       implementation: ``"cudnn"`` (one query per sequence, an output in its own dtype alone, neither
-        window nor cap nor sinks, at most 128 channels), ``"mosaic_gpu"`` (Ampere to
-        Blackwell, bfloat16 or float16, 64, 128 or 256 channels, at most 64 queries of a KV head;
-        with a window it reads only that),
+        window nor cap nor sinks, at most 128 channels), ``"mosaic_gpu"`` (compiles
+        for Ampere to Blackwell, run only on Hopper; bfloat16 or float16, 64, 128 or 256 channels,
+        at most 64 queries of a KV head; with a window it reads only that),
         ``"xla"``, or None for the first of them that can; ``"repeatable"`` for the first but
         cuDNN, whose last bits may differ from run to run. The kernel's gradient is XLA's.
       return_residual: also return the log-sum-exp of the scores.

@@ -214,10 +214,10 @@ def decode(
       key_offset: see `turbojax.decode`.
       sinks: the same.
       output_dtype: the same.
-      implementation: ``"mosaic_gpu"`` (Ada to Blackwell; rounds weights times values' scales, and
-        queries for 8-bit keys, to 22 bits), ``"triton"`` (rounds those to bfloat16, and float32
-        queries for 8-bit keys to 11 bits of a row's largest), ``"xla"``, or None for the first of
-        them that can run this.
+      implementation: ``"mosaic_gpu"`` (compiles for Ada to Blackwell, run only on Hopper; rounds
+        weights times values' scales, and queries for 8-bit keys, to 22 bits), ``"triton"`` (rounds
+        those to bfloat16, and float32 queries for 8-bit keys to 11 bits of a row's largest),
+        ``"xla"``, or None for the first of them that can run this.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:

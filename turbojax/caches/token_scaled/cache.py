@@ -247,8 +247,8 @@ def append(
       lengths: optional int ``[B]``: how many of the `T` tokens belong to each sequence, the first
         ones; all of them if not given. `decode` takes the same as `query_seq_lengths`. Under
         `jit` values outside ``0..T`` act as the nearest bound, and more than `T` as overflow.
-      implementation: ``"mosaic_gpu"`` (one kernel; Ada to Blackwell), ``"xla"``, or None to choose.
-        Both store the same bits. Names that only attend are refused.
+      implementation: ``"mosaic_gpu"`` (one kernel; compiles for Ada to Blackwell, run only on
+        Hopper), ``"xla"``, or None to choose. Both store the same bits. Names that only attend are refused.
 
     Returns:
       The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed`
