@@ -4,17 +4,14 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-Ref = Any
-"""An array in memory, as kernels see it; jax's own type does not know `at`."""
+import numpy as np
 
-LOG2_E = math.log2(math.e)
-"""Powers of two in one nat."""
-INT8_RANGE = 119.0
-"""The largest int8 code that is used."""
-E4M3_MAX = 448.0
-"""The largest number of e4m3."""
-LEVELS = (1, 2, 4, 8)
-"""Tokens that a pooled key stands for."""
+Ref = Any  # an array in memory, as kernels see it; jax's own type does not know `at`
+
+LOG2_E = math.log2(math.e)  # powers of two in one nat
+INT8_RANGE = 119.0  # the largest int8 code that is used
+E4M3_MAX = 448.0  # the largest number of e4m3
+LEVELS = (1, 2, 4, 8)  # tokens that a pooled key stands for
 
 
 class Side(NamedTuple):
@@ -31,64 +28,49 @@ class Side(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """The upper half of a symmetric quantizer of ``2**bits`` levels for N(0, 1).
+    """The upper half of a symmetric quantizer of ``2**bits`` levels for N(0, 1)."""
 
-    Attributes:
-      bits: bits of a code: 2, 3 or 4.
-      thresholds: the positive thresholds, increasing; there is one more at 0.
-      squares: integers below ``2**(30 - bits)``, the squares of the positive levels in multiples of
-        a common unit; their sum over a vector fits 31 bits.
-      unit: that unit divided by the head dim.
-    """
-
-    bits: int
-    thresholds: tuple[float, ...]
+    bits: int  # bits of a code: 2, 3 or 4
+    thresholds: tuple[float, ...]  # the positive thresholds, increasing; there is one more at 0
+    # Integers below ``2**(30 - bits)``, the squares of the positive levels in multiples of a common
+    # unit; their sum over a vector fits 31 bits.
     squares: tuple[int, ...]
-    unit: float
+    unit: float  # that unit divided by the head dim
 
 
 class Compressed(NamedTuple):
-    """What a kernel that compresses a prompt returns for one side of a cache.
+    """What a kernel that compresses a prompt returns for one side of a cache."""
 
-    Attributes:
-      codes: the packed codes, uint8, one array for each width.
-      channel_scale: int8 ``[B, K, n, H]``.
-      channel_zero: int8 ``[B, K, n, H]``.
-      block_scale: float32 ``[B, K, n]``.
-      maximum: float32 ``[B, K, m]``, largest absolute value of each of the prompt's `m` blocks, NaN
-        if one is not finite. Undefined for blocks that were neither stored nor asked for.
-      operand: None, or codes ``[B, K, m * block, H]`` (tokens last: ``[B, K, H, m * block]``) and
-        their float32 scales ``[B, K, m]``, as `quantize` makes them.
-    """
-
-    codes: tuple[Ref, ...]
-    channel_scale: Ref
-    channel_zero: Ref
-    block_scale: Ref
+    codes: tuple[Ref, ...]  # the packed codes, uint8, one array for each width
+    channel_scale: Ref  # int8 ``[B, K, n, H]``
+    channel_zero: Ref  # int8 ``[B, K, n, H]``
+    block_scale: Ref  # float32 ``[B, K, n]``
+    # Float32 ``[B, K, m]``, largest absolute value of each of the prompt's `m` blocks, NaN if one
+    # is not finite. Undefined for blocks that were neither stored nor asked for.
     maximum: Ref
+    # None, or codes ``[B, K, m * block, H]`` (tokens last: ``[B, K, H, m * block]``) and their
+    # float32 scales ``[B, K, m]``, as `quantize` makes them.
     operand: tuple[Ref, Ref] | None
 
 
 class GradientRows(NamedTuple):
-    """What the backward pass needs of its query rows, or references to it.
+    """What the backward pass needs of its query rows, or references to it."""
 
-    Attributes:
-      q8: codes of the queries ``[B, N, Tp, H]``, `T` rounded up to whole blocks.
-      q_scale: float32 ``[B, N, Tp / block]``.
-      d8: codes of `d_out` ``[B, N, Tp, H]``, or None.
-      d_scale: float32 ``[B, N, Tp / block]``, or None.
-      lse: float32 ``[B, N, tokens]``: log-sum-exps in powers of two, ``inf`` for rows that see
-        nothing or do not exist.
-      delta: float32 ``[B, N, tokens]``: ``rowsum(d_out * out)`` less the residual's cotangent, 0
-        for those rows. If `d_out` has codes, the sum is over the values that they stand for.
-    """
-
-    q8: Any
-    q_scale: Any
-    d8: Any
-    d_scale: Any
+    q8: Any  # codes of the queries ``[B, N, Tp, H]``, `T` rounded up to whole blocks
+    q_scale: Any  # float32 ``[B, N, Tp / block]``
+    d8: Any  # codes of `d_out` ``[B, N, Tp, H]``, or None
+    d_scale: Any  # float32 ``[B, N, Tp / block]``, or None
+    # Float32 ``[B, N, tokens]``: log-sum-exps in powers of two, ``inf`` for rows that see nothing
+    # or do not exist.
     lse: Any
+    # Float32 ``[B, N, tokens]``: ``rowsum(d_out * out)`` less the residual's cotangent, 0 for those
+    # rows. If `d_out` has codes, the sum is over the values that they stand for.
     delta: Any
+
+
+def float32(x: float) -> float:
+    """The float32 nearest to a number."""
+    return float(np.float32(x))
 
 
 def next_power_of_2(n: int) -> int:

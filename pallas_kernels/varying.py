@@ -6,7 +6,7 @@ must be told: it varies wherever any input does. Outside of `shard_map` nothing 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -70,3 +70,16 @@ def pallas_call(kernel: Callable[..., None], *, out_shape: Any, **options: Any) 
     from jax.experimental import pallas as pl  # turbojax imports this module, but not Pallas
 
     return typed(lambda out: pl.pallas_call(kernel, out_shape=out, **options), out_shape)
+
+
+def own(name: str) -> str:
+    """The name that a launch uses for an axis of its grid or cluster, which no mesh may have.
+
+    Inside `jax.shard_map` `jax.lax.axis_index` of a name that both have is the mesh's: a kernel
+    would take the device's number for its program's.
+    """
+    return f"turbojax_kernel_{name}"
+
+
+def all_own(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(own(name) for name in names)

@@ -1,10 +1,9 @@
 """A bias of attention scores in a warpgroup's registers: each lane loads what it adds.
 
-Floor, for 2 sequences of 8,192 tokens, 16 heads of 128, and a bfloat16 bias of all queries, the
-same for both sequences: 2 bytes a score, 2.1 GB from memory (H200, 4.3 TB/s: 0.5 ms) and 4.3 GB
-from the L2 cache (some 5.5 TB/s: 0.8 ms), under 1.1 T operations, 1.2 ms of the forward kernel
-without a bias. So bytes fit beside the products, and instructions do not: to unpack, scale, compare
-and select are 4 to 5 for each score, beside 8. Target: 1.6 times the time without a bias.
+Roofline: 2 bytes a score, from memory and from the L2 cache, fit beside the products; the 4 to 5
+instructions for each score, beside 8, to unpack, scale, compare and select, do not. Target: 1.6
+times the forward kernel without a bias. Seen on an H200: 2.6 times (1.59 and 0.60 ms), with one row
+for all queries 1.8. Instructions and the smaller tiles bound it.
 
 Lanes load for themselves, not the copy engine: shared memory is full in most launches; `T` may be
 anything and `S` a multiple of 4; and there is no barrier to be wrong about. A warp's load covers
@@ -12,24 +11,7 @@ whole sectors of memory where keys are permuted (`_in_fours`), and otherwise two
 each other share them. Loads are started before what they are added to is computed. Axes of 1 are
 index maps, and one row for all queries costs a load where others cost two.
 
-Milliseconds on an H200 (jax 0.11.2, `benchmarks/results/masks_2026-11-30.json`), at that shape, but
-with 4 KV heads and causal, where half of the pairs are seen:
-                                   no bias   of all pairs   same for heads   one row
-  forward                            0.60       1.59            1.51           1.07
-  with dQ, dK, dV                    3.37       6.21            5.75           4.32
-  with the bias' gradient, too                  9.26            7.82           6.74
-cuDNN forward, of all pairs: 1.87. The target is missed by 1.6 times: one row, which loads little,
-takes 1.8 times as long as no bias, so instructions and the smaller tiles are what it costs.
-
-Bytes that ptxas spills (jax 0.10.2, sm_90a, mode fp8, 128 channels):
-                                              bfloat16   float32   one row, either
-  forward, tiles of 64 keys, ahead                 0        456            0
-           the same, not ahead                    16         24
-           tiles of 128 keys, ahead             1072               496 and 1124
-           the same, not ahead                   836
-           256 channels                         1156
-  gradient of queries, of keys                56, 28    96, 120         0, 4
-  gradient of the bias                             0          0            0
+Roofline in full and versions: `docs/kernels/attention.md`.
 """
 
 import dataclasses
@@ -49,8 +31,7 @@ from pallas_kernels.mosaic.lane import Float, Int, fragments
 from pallas_kernels.mosaic.lane.memory import Pointer
 from pallas_kernels.mosaic.ring import ROWS, SCALAR
 
-MULTIPLE = 4
-"""Of what the number of a bias' keys must be a multiple: lanes load so many at once."""
+MULTIPLE = 4  # of what the number of a bias' keys must be a multiple: lanes load so many at once
 # Words of the smallest array of registers.
 _FEWEST = 4
 _DTYPES = ("float32", "bfloat16", "float16")

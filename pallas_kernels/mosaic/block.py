@@ -18,17 +18,13 @@ from pallas_kernels.layouts import next_power_of_2
 from pallas_kernels.mosaic import eight_bits, lane
 from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
 
-CHANNELS, TOKENS = 8, 4
-"""What a lane takes at once."""
+CHANNELS, TOKENS = 8, 4  # what a lane takes at once
 MOST_WARPS = 16
-SMALLEST = 16
-"""Tokens of the smallest block: one 16-byte access of codes with tokens last."""
+SMALLEST = 16  # tokens of the smallest block: one 16-byte access of codes with tokens last
 _WARP, _WARPGROUP = 32, 128
-VALUES_PER_LANE = 64
-"""Values of a lane in kernels that do much with them."""
+VALUES_PER_LANE = 64  # values of a lane in kernels that do much with them
 _UNIT = 16  # bytes of a load or store
-MAXIMA_BYTES = 4 * MOST_WARPS
-"""Shared memory in which a program's warps exchange maxima."""
+MAXIMA_BYTES = 4 * MOST_WARPS  # shared memory in which a program's warps exchange maxima
 
 Words = list[list[list[Int]]]
 """For each of a lane's groups and each of its four tokens: words of eight values or codes."""
@@ -36,19 +32,10 @@ Words = list[list[list[Int]]]
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block's static sizes.
-
-    Attributes:
-      tokens: a power of two and at least 16.
-      head_dim: channels in memory, a multiple of 8.
-      channels: channels of the codes, a multiple of 8, at most 256.
-      dtype: of the values: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-    """
-
-    tokens: int
-    head_dim: int
-    channels: int
-    dtype: str
+    tokens: int  # a power of two and at least 16
+    head_dim: int  # channels in memory, a multiple of 8
+    channels: int  # channels of the codes, a multiple of 8, at most 256
+    dtype: str  # of the values: ``"bfloat16"``, ``"float16"`` or ``"float32"``
     warpgroups: int
 
     @property
@@ -261,11 +248,11 @@ class Share:
                 at.store_words(words)
 
 
-def transposed(rows: Sequence[Int]) -> list[Int]:
+def transposed(rows: Sequence[Int], picks: Sequence[Int | int] = (0x5140, 0x7362)) -> list[Int]:
     """Transposes four words of four bytes: byte `j` of word `i` becomes byte `i` of word `j`."""
     a, b, c, d = rows
     out = []
-    for pick in (0x5140, 0x7362):
+    for pick in picks:
         upper, lower = lane.permute_bytes(a, b, pick), lane.permute_bytes(c, d, pick)
         out += [lane.permute_bytes(upper, lower, half) for half in (0x5410, 0x7632)]
     return out

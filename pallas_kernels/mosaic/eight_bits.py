@@ -4,9 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
-from pallas_kernels.layouts import E4M3_MAX, INT8_RANGE
+from pallas_kernels.layouts import E4M3_MAX, INT8_RANGE, float32
 from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.lane import Bool, Float, Int
 
@@ -14,7 +12,7 @@ _INFINITY_BITS = 0x7F800000
 _ROUNDER_BITS = 0x4B400000
 _MAGNITUDE, _MAGNITUDES = 0x7FFFFFFF, 0x7FFF7FFF
 _TINY = 2.0**-126
-_RECIPROCAL_MAX = float(np.float32(1 / E4M3_MAX))
+_RECIPROCAL_MAX = float32(1 / E4M3_MAX)
 # Fractions of 1 to which quotients are rounded first, where they are rounded twice.
 _UNITS = 2**15
 # Bits of a float32's pattern that are 0 where a scale has no more significant bits than a value.
@@ -115,16 +113,11 @@ class Rounding:
     quarter of such a unit. It creates no new halves: a quotient of 11-bit numbers that is not a
     half is at least 1.6 units away from one. Elsewhere the factor is 1, and the second sum changes
     nothing.
-
-    Attributes:
-      factor: the reciprocal of the scale, times `unit`.
-      unit: what a quotient is multiplied by.
-      offset: added in the second sum, which leaves `ROUNDER` plus the code.
     """
 
-    factor: Float
-    unit: Float
-    offset: Float
+    factor: Float  # the reciprocal of the scale, times `unit`
+    unit: Float  # what a quotient is multiplied by
+    offset: Float  # added in the second sum, which leaves `ROUNDER` plus the code
 
     @classmethod
     def of(cls, scale: Float, dtype: str) -> "Rounding":
@@ -160,8 +153,7 @@ def e4m3_numbers(word: Int) -> list[Float]:
     return [x for half in lane.half.from_e4m3(word) for x in lane.half.unpack(half)]
 
 
-Rounded = tuple[Int, list[Float]]
-"""A word of four codes, and the numbers that they stand for."""
+Rounded = tuple[Int, list[Float]]  # A word of four codes, and the numbers that they stand for
 
 
 def rounding_of(scale: Float, is_int8: bool, dtype: str) -> Callable[[Sequence[Float]], Rounded]:

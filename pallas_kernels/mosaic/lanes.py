@@ -19,11 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic.axes import all_own, own
 from pallas_kernels.mosaic.lane import Int, Pointer
+from pallas_kernels.varying import all_own, own
 
-WARPS = 4
-"""Warps of a warpgroup."""
+WARPS = 4  # warps of a warpgroup
 
 Body = Callable[[list[Pointer], list[Int]], None]
 """``body(arrays, ids)``: inputs, then what is written, then shared memory, if there is any; and the

@@ -14,31 +14,19 @@ import jax.experimental.mosaic.gpu as mgpu
 from pallas_kernels.mosaic import eight_bits, lane
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
-ROWS = 64
-"""Tokens whose codes are one operand of a warpgroup."""
-PARTS = 4
-"""Words for each 64 tokens, in which the warps exchange maxima."""
+ROWS = 64  # tokens whose codes are one operand of a warpgroup
+PARTS = 4  # words for each 64 tokens, in which the warps exchange maxima
 _CHANNELS = 8
 _THREADS = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A tile's static settings.
-
-    Attributes:
-      rows: tokens, a multiple of 64.
-      channels: 64 or 128.
-      block: tokens that share a scale, 64 or 128; divides `rows`.
-      dtype: ``"bfloat16"`` or ``"float16"``.
-      is_int8: int8 or e4m3 codes.
-    """
-
-    rows: int
-    channels: int
-    block: int
-    dtype: str
-    is_int8: bool
+    rows: int  # tokens, a multiple of 64
+    channels: int  # 64 or 128
+    block: int  # tokens that share a scale, 64 or 128; divides `rows`
+    dtype: str  # ``"bfloat16"`` or ``"float16"``
+    is_int8: bool  # int8 or e4m3 codes
 
     @property
     def step(self) -> int:

@@ -19,16 +19,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic.axes import own
 from pallas_kernels.mosaic.lane.fragments import ROWS as ROWS
+from pallas_kernels.varying import own
 
-WARPGROUPS = 2
-"""Warpgroups that consume, each with its own rows."""
+WARPGROUPS = 2  # warpgroups that consume, each with its own rows
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
-PROGRAM = own("program")
-"""The axis of the grid."""
+PROGRAM = own("program")  # the axis of the grid
 
 Step = Callable[[jax.Array, jax.Array], jax.Array]
 """``step(number, slot)`` of a tile that begins at `slot`; returns the slot after its last."""
@@ -189,7 +187,23 @@ def tile_type(ref: Ref) -> Any:
 
 
 def load(ref: Ref, layout: Any) -> jax.Array:
+    # What `plgpu.load` does in every version; its own arguments changed from one to the next.
     return plgpu.layout_cast(ref[...], layout)
+
+
+def full(
+    x: float, shape: tuple[int, ...], layout: Any = plgpu.Layout.WGMMA, dtype: Any = jnp.float32
+) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, x, dtype), layout)
+
+
+def iota(layout: Any, size: int = ROWS) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+
+
+def along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Numbers repeated over the other axis of a matrix."""
+    return lax.broadcast_in_dim(x, shape, (axis,))
 
 
 def array(shape: tuple[int, ...], dtype: Any, layout: Any = plgpu.Layout.WGMMA) -> Any:

@@ -17,21 +17,16 @@ _TINY = 2.0**-126
 
 @dataclasses.dataclass(frozen=True)
 class Exponential:
-    """How the exponential of non-positive scores is computed.
+    """How the exponential of non-positive scores is computed."""
 
-    Attributes:
-      kind: ``"exact"``: the hardware's power of two. ``"polynomial"``: SAS as it is defined, a
-        power of the base times a cubic. ``"hardware"``: the hardware's power of two, and 0 below
-        SAS's threshold: within 1.2e-3 of SAS, and faster.
-      threshold: natural units, negative; below it SAS is 0. Not for ``"exact"``.
-      coefficients: SAS's cubic on [0, 1), constant term first. Only for ``"polynomial"``.
-      is_base_2: whether SAS counts powers of two. Only for ``"polynomial"``.
-    """
-
+    # ``"exact"``: the hardware's power of two. ``"polynomial"``: SAS as it is defined, a power of
+    # the base times a cubic. ``"hardware"``: the hardware's power of two, and 0 below SAS's
+    # threshold: within 1.2e-3 of SAS, and faster.
     kind: Literal["exact", "hardware", "polynomial"] = "exact"
-    threshold: float = -6.0
+    threshold: float = -6.0  # natural units, negative; below it SAS is 0. Not for ``"exact"``.
+    # SAS's cubic on [0, 1), constant term first. Only for ``"polynomial"``.
     coefficients: tuple[float, ...] = ()
-    is_base_2: bool = False
+    is_base_2: bool = False  # whether SAS counts powers of two. Only for ``"polynomial"``.
 
     @property
     def unit(self) -> float:
@@ -40,18 +35,10 @@ class Exponential:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A softmax's static settings.
-
-    Attributes:
-      is_int8: weights become int8 with a scale per row and block; else e4m3 with a static one.
-      left: how far back a query sees, or None.
-      right: how far ahead a query sees, or None.
-    """
-
     exponential: Exponential
-    is_int8: bool
-    left: int | None
-    right: int | None
+    is_int8: bool  # weights become int8 with a scale per row and block; else e4m3 with a static one
+    left: int | None  # how far back a query sees, or None
+    right: int | None  # how far ahead a query sees, or None
     soft_cap: float | None
 
     @property

@@ -27,21 +27,13 @@ _CHANNEL_BYTES = 16
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a block's codes are stored.
+    """How a block's codes are stored."""
 
-    Attributes:
-      tokens: of a block.
-      channels: head dim.
-      bits: widths in use, widest first.
-      heads: how many slots have each width.
-      tokens_last: whether codes are packed along tokens (values) or channels (keys).
-    """
-
-    tokens: int
-    channels: int
-    bits: tuple[int, ...]
-    heads: tuple[int, ...]
-    tokens_last: bool
+    tokens: int  # of a block
+    channels: int  # head dim
+    bits: tuple[int, ...]  # widths in use, widest first
+    heads: tuple[int, ...]  # how many slots have each width
+    tokens_last: bool  # whether codes are packed along tokens (values) or channels (keys)
 
     @property
     def rows(self) -> int:
@@ -54,40 +46,25 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
-    """Where blocks are stored.
+    """Where blocks are stored."""
 
-    Attributes:
-      codes: uint8, one for each width: ``[B, K_i, n, block, H * bits / 8]``, with tokens last
-        ``[B, K_i, n, H, block * bits / 8]``.
-      channel_scale: int8 ``[B, K, n, H]``.
-      channel_zero: int8 ``[B, K, n, H]``.
-      block_scale: float32 ``[B, K, n]``.
-      blocks: `n`.
-    """
-
+    # Uint8, one for each width: ``[B, K_i, n, block, H * bits / 8]``, with tokens last ``[B, K_i,
+    # n, H, block * bits / 8]``.
     codes: list[Pointer]
-    channel_scale: Pointer
-    channel_zero: Pointer
-    block_scale: Pointer
-    blocks: int
+    channel_scale: Pointer  # int8 ``[B, K, n, H]``
+    channel_zero: Pointer  # int8 ``[B, K, n, H]``
+    block_scale: Pointer  # float32 ``[B, K, n]``
+    blocks: int  # `n`
     layout: Layout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Target:
-    """The place of a block.
-
-    Attributes:
-      heads: `K`.
-      slot: the head's place among the slots of all widths.
-      number: along `n`.
-    """
-
     batch: Int
     head: Int
-    heads: int
-    slot: Int
-    number: Int
+    heads: int  # `K`
+    slot: Int  # the head's place among the slots of all widths
+    number: Int  # along `n`
 
     def of_head(self, a: Arrays) -> Int:
         """Index of the block among those of all heads."""

@@ -21,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import varying
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic.axes import all_own, own
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
+from pallas_kernels.varying import all_own, own
 
 _BARRIER_BYTES = 8
 Result = tuple[Float, Float, Float]
@@ -34,23 +34,15 @@ Result = tuple[Float, Float, Float]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
-    """A call's arrays as pointers, and their sizes.
+    """A call's arrays as pointers, and their sizes."""
 
-    Attributes:
-      query: ``[B, T, N, H]``.
-      lengths: tokens held, ``[B]``.
-      query_lengths: real queries, ``[B]``.
-      outputs: outputs and log-sum-exps; with several parts outputs, maxima and sums of each.
-      tokens: `T`.
-      heads: `N`.
-    """
-
-    query: Pointer
-    lengths: Pointer
-    query_lengths: Pointer
+    query: Pointer  # ``[B, T, N, H]``
+    lengths: Pointer  # tokens held, ``[B]``
+    query_lengths: Pointer  # real queries, ``[B]``
+    # Outputs and log-sum-exps; with several parts outputs, maxima and sums of each.
     outputs: list[Pointer]
-    tokens: int
-    heads: int
+    tokens: int  # `T`
+    heads: int  # `N`
     kv_heads: int
     head_dim: int
     dtype: str
@@ -70,25 +62,14 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """What a program works on.
-
-    Attributes:
-      tile: number of its queries among those of the head.
-      pair: ``batch * K + head``.
-      begin: position of the first query token.
-      query_length: how many are real.
-      start: its first block.
-      stop: the one past its last; not above `start` if there is nothing to do.
-    """
-
-    tile: Int
-    pair: Int
+    tile: Int  # number of its queries among those of the head
+    pair: Int  # ``batch * K + head``
     batch: Int
     head: Int
-    begin: Int
-    query_length: Int
-    start: Int
-    stop: Int
+    begin: Int  # position of the first query token
+    query_length: Int  # how many are real
+    start: Int  # its first block
+    stop: Int  # the one past its last; not above `start` if there is nothing to do
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,6 +142,20 @@ def numbers(word: Int, dtype: str) -> list[Float]:
     return list(lane.half.unpack(word, dtype))
 
 
+def settled_code(x: Float, quotient: Float, scale: Float, low: int, high: int) -> Int:
+    """``rint(x / scale)`` within bounds, from about ``x / scale``; comparisons make it exact."""
+    quotient = lane.maximum(quotient, lane.number(float(low)))
+    shifted = lane.minimum(quotient, lane.number(float(high))) + lane.ROUNDER
+    code, guess = shifted.as_int() - 0x4B400000, shifted - lane.ROUNDER
+    rest, half = x - guess * scale, scale * 0.5
+    is_odd = (code & 1).equals(1)
+    above = (rest > half) | (is_odd & rest.equals(half))
+    below = (rest < -half) | (is_odd & rest.equals(-half))
+    one = lane.integer(1)
+    code = code + above.where(one, 0) - below.where(one, 0)
+    return code.maximum(low).minimum(high)
+
+
 def position(base: Int, here: Place, a: Arrays, at: Program) -> Int:
     """Query `t`'s position after row `base`; rows are ``g * T + t``; -1 if it does not exist."""
     own = base + here.t
@@ -169,26 +164,31 @@ def position(base: Int, here: Place, a: Arrays, at: Program) -> Int:
     return is_real.where(at.begin + token, -1)
 
 
+def transposed(words: Sequence[Int]) -> list[Int]:
+    """Four bytes each of four words: byte `j` of word `i` becomes byte `i` of word `j`."""
+    pairs = [
+        [lane.permute_bytes(a, b, selector) for a, b in (words[:2], words[2:])]
+        for selector in (0x5140, 0x7362)
+    ]
+    return [
+        lane.permute_bytes(low, high, selector)
+        for low, high in pairs
+        for selector in (0x5410, 0x7632)
+    ]
+
+
 # Blocks ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slots:
-    """A warp's shared memory: blocks in flight, each with a barrier for its copies.
+    """A warp's shared memory: blocks in flight, each with a barrier for its copies."""
 
-    Attributes:
-      area: memory of the blocks.
-      barriers: memory of the barriers.
-      size: bytes of a block.
-      count: how many blocks there are.
-      arrivals: lanes that arrive at a barrier for a block.
-    """
-
-    area: Pointer
-    barriers: Pointer
-    size: int
-    count: int
-    arrivals: int = 1
+    area: Pointer  # memory of the blocks
+    barriers: Pointer  # memory of the barriers
+    size: int  # bytes of a block
+    count: int  # how many blocks there are
+    arrivals: int = 1  # lanes that arrive at a barrier for a block
 
     @classmethod
     def of(

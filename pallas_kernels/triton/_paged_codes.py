@@ -9,8 +9,7 @@ from jax.experimental.pallas import triton as plgpu
 
 KEYS, VALUES = "keys", "values"
 
-VALUE_OFFSET = 128.0
-"""The offset of operands of values that are made from codes."""
+VALUE_OFFSET = 128.0  # the offset of operands of values that are made from codes
 
 _SUBNORMAL = 2.0**-24
 

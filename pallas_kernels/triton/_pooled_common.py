@@ -23,22 +23,14 @@ from pallas_kernels.triton._packed import Span
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Static settings of a walk over lists by query.
+    """Static settings of a walk over lists by query."""
 
-    Attributes:
-      block_q: queries to a row of the lists, a power of two.
-      block_kv: keys to a block, a power of two, at least 16.
-      is_causal: a query sees a group if it sees the group's last token.
-      tile: queries of a program; `block_q` if that is less.
-      tile_kv: pooled keys of a step, a power of two.
-    """
-
-    block_q: int
-    block_kv: int
+    block_q: int  # queries to a row of the lists, a power of two
+    block_kv: int  # keys to a block, a power of two, at least 16
     scale: float
-    is_causal: bool
-    tile: int
-    tile_kv: int
+    is_causal: bool  # a query sees a group if it sees the group's last token
+    tile: int  # queries of a program; `block_q` if that is less
+    tile_kv: int  # pooled keys of a step, a power of two
     num_warps: int
     num_stages: int
     interpret: bool
@@ -78,8 +70,7 @@ class Marks(NamedTuple):
         return _segments(self.keys, token, b)
 
 
-UNMARKED = Marks()
-"""A call without segments and offsets."""
+UNMARKED = Marks()  # A call without segments and offsets
 
 
 def _segments(of: tuple[Any, ...], index: jax.Array, b: jax.Array) -> jax.Array | None:

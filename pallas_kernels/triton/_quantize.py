@@ -37,21 +37,13 @@ _MOST_WARPS = 16
 
 @dataclasses.dataclass(frozen=True)
 class BlockLayout:
-    """How a block of tokens is cut into runs, and where its codes go.
+    """How a block of tokens is cut into runs, and where its codes go."""
 
-    Attributes:
-      tokens: of a block, a power of two and at least 16.
-      channels: head dim, a multiple of 8.
-      bits: widths in use, widest first.
-      heads: how many slots have each width.
-      tokens_last: whether codes are packed along tokens (values) or channels (keys).
-    """
-
-    tokens: int
-    channels: int
-    bits: tuple[int, ...]
-    heads: tuple[int, ...]
-    tokens_last: bool
+    tokens: int  # of a block, a power of two and at least 16
+    channels: int  # head dim, a multiple of 8
+    bits: tuple[int, ...]  # widths in use, widest first
+    heads: tuple[int, ...]  # how many slots have each width
+    tokens_last: bool  # whether codes are packed along tokens (values) or channels (keys)
 
     @property
     def num_runs(self) -> int:

@@ -1,31 +1,15 @@
 """Prefill attention on quantized operands (TurboAttention, Algorithm 1).
 
-Roofline, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128, not causal:
-  - operations: 4 * 2 * 32 * 8192**2 * 128 = 2.2 T; at the 1,550 T/s that int8 matrix products
-    reach on an H100: 1.4 ms. The softmax adds about 12 float32 instructions per score, 4.3 G
-    scores: 1.5 ms of all float32 lanes, which the matrix units do not hide by themselves here.
-  - bytes: 2 * 8192 * (32 + 2 * 8) * 128 in and twice 2 * 8192 * 32 * 128 out, 0.2 GB: 0.08 ms.
-Arithmetic is the floor. Target: 400 T/s, 5.5 ms.
+Roofline, for 2 sequences of 8,192 tokens, 32 query heads on 8 of 128 channels, not causal: 2.2 T
+operations, 1.4 ms at 1,550 T/s in int8 on an H100; the softmax 1.5 ms, which the matrix units do
+not hide here; bytes 0.08 ms. Target: 400 T/s. Seen: 456 with blocks of 64, 588 with 128; SAS 346
+and 416. What bounds it: 8 instructions a score, 17 with SAS, and no overlap of products and softmax
+within a program.
 
 One program takes a tile of queries of one head and walks over the key blocks that some of them
 see, those that all of them see without a mask.
 
-Versions, same case, H100, jax 0.11.2, T/s (cuDNN on bfloat16: 643 to 698):
-                                          blocks of 64               blocks of 128
-                                    exact   SAS e   SAS 2      exact   SAS e   SAS 2
-  v1  tiles of 128, 8 warps           354     259       -        446       -     304
-      tiles of 64, 4 warps: two
-      programs to a multiprocessor    416     290       -        527       -     333
-  v2  scaling and subtracting the
-      maximum in one expression,
-      hardware exp2, floor by a
-      directed addition               437     306     292        564     361     355
-  v3  fused multiply-adds, which the
-      lowering does not form itself   456     346     336        588     416     408
-What bounds it: per score some 8 instructions with the exact exponential and 17 with SAS, a round
-trip of the weights through shared memory to become an operand, and no overlap within a program
-of products and softmax. e4m3 products are slower still (406 with v2 in mode "int8_fp8", 286 in
-"fp8"), because this lowering cannot relax how they accumulate; `upstream_triton` can.
+Roofline in full and versions: `docs/kernels/triton.md`.
 """
 
 import dataclasses
@@ -48,61 +32,40 @@ _State = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """An attention call's static settings.
-
-    Attributes:
-      mode: ``"int8"``, ``"int8_fp8"``, ``"fp8"`` or ``"float"``.
-      exp: the softmax's exponential.
-      unit: how many units of its argument are one nat.
-      block_q: query tokens that share a scale.
-      block_kv: tokens of a key block.
-      tile: query tokens of a program.
-    """
-
-    mode: str
-    exp: Exponential
-    unit: float
-    block_q: int
-    block_kv: int
+    mode: str  # ``"int8"``, ``"int8_fp8"``, ``"fp8"`` or ``"float"``
+    exp: Exponential  # the softmax's exponential
+    unit: float  # how many units of its argument are one nat
+    block_q: int  # query tokens that share a scale
+    block_kv: int  # tokens of a key block
     scale: float
     is_causal: bool
     window: tuple[int, int] | None
     soft_cap: float | None
-    tile: int
+    tile: int  # query tokens of a program
     num_warps: int
     num_stages: int
     interpret: bool
 
 
 class Extras(NamedTuple):
-    """Optional arrays of a call (in the kernel refs); None where it has none.
+    """Optional arrays of a call (in the kernel refs); None where it has none."""
 
-    Attributes:
-      shift: int32 ``[B]``, by how much a query's position exceeds a key's of the same index.
-      query_segments: int32 ``[B, T]``.
-      key_segments: int32 ``[B, S]``.
-      ranges: int32 ``[B, tiles, 2]``: for each tile of queries the key blocks ``first <= j < last``
-        outside which none is of their segments.
-      starts: int32 ``[B, T]``, 0 to `S`: keys of lower numbers are hidden from a query.
-      ends: int32 ``[B, T]`` beside them: so are keys from there on.
-      bias: ``[B or 1, N or 1, T or 1, S]``, added to the scores.
-      slopes: float32 ``[N]``: ``-slope * |distance|`` is added.
-      sinks: float32 ``[N]``, logits in the denominators.
-    """
-
+    # Int32 ``[B]``, by how much a query's position exceeds a key's of the same index.
     shift: Ref | None = None
-    query_segments: Ref | None = None
-    key_segments: Ref | None = None
+    query_segments: Ref | None = None  # int32 ``[B, T]``
+    key_segments: Ref | None = None  # int32 ``[B, S]``
+    # Int32 ``[B, tiles, 2]``: for each tile of queries the key blocks ``first <= j < last`` outside
+    # which none is of their segments.
     ranges: Ref | None = None
+    # Int32 ``[B, T]``, 0 to `S`: keys of lower numbers are hidden from a query.
     starts: Ref | None = None
-    ends: Ref | None = None
-    bias: Ref | None = None
-    slopes: Ref | None = None
-    sinks: Ref | None = None
+    ends: Ref | None = None  # int32 ``[B, T]`` beside them: so are keys from there on
+    bias: Ref | None = None  # ``[B or 1, N or 1, T or 1, S]``, added to the scores
+    slopes: Ref | None = None  # float32 ``[N]``: ``-slope * |distance|`` is added
+    sinks: Ref | None = None  # float32 ``[N]``, logits in the denominators
 
 
-NOTHING = Extras()
-"""A call that has none of them."""
+NOTHING = Extras()  # A call that has none of them
 
 
 class _Query(NamedTuple):

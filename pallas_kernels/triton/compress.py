@@ -1,29 +1,14 @@
 """Compress: keys or values to stage-1 and stage-2 codes, in one pass over memory.
 
+Roofline, for a value of bfloat16 at 4 bits: 2.5 bytes, 3.5 with the stage-1 codes, and about 24
+operations, 0.8 ps each on an H100, so each operation counts: codes are rounded by additions and not
+by conversions, which run at a quarter of the speed or less. Target: 60 % of the copy bandwidth.
+Seen: 2.12 TB/s, 70 %.
+
 A program takes one block of one head of one sequence: it loads the block once, finds its scale,
 rounds to stage-1 codes, finds the channels' scales, rounds again, packs and stores.
 
-Per value of bfloat16 at 4 bits, blocks of 64 and head dim 128:
-
-  bytes       2 read, 0.5 + 2/64 written, 1 more with the stage-1 codes: 2.5 or 3.5
-  operations  about 24 (conversion 1, maximum 2, stage 1 10, minimum and maximum 2, stage 2 7,
-              packing 2), and the shuffles of the reductions over tokens
-  floor       H100: 2.5 bytes at 3.0 TB/s are 0.84 ps, 24 operations at 29.5 T/s are 0.81 ps
-  target      60 % of the copy bandwidth: 1.8 TB/s
-
-Memory and arithmetic are balanced, so each operation counts: codes are rounded by additions and
-not by conversions, which run at a quarter of the speed or less.
-
-Versions, keys and values, 4 sequences of 32,768 tokens with 8 heads, H100, jax 0.11.2; shuffles and
-instructions counted in the PTX of a thread's 64 values:
-  v1  a thread takes 16 channels: few threads along the channels, many along the tokens, among
-      which the channels' extremes are found by shuffles, 329 and 67 of 3760 and 2700
-      instructions: 1.01 and 1.68 TB/s
-  v2  2 to 4 channels, so that a warp lies along the channels, 18 shuffles of 2711 and 2480
-      instructions: 1.67 and 1.84 TB/s with 4
-  v3  fused multiply-adds, which the lowering does not form by itself: 2.08 TB/s with 2 channels
-      and 2.12 TB/s with 4, 69 and 70 % of a copy; with the stage-1 codes 2.53 and 2.49 TB/s.
-      8 warps instead of 4: 1.81 and 1.82 TB/s
+Roofline in full and versions: `docs/kernels/triton.md`.
 """
 
 import functools

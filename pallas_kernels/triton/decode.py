@@ -1,11 +1,9 @@
 """Decode: a few new queries per sequence against a cache of packed codes (TurboAttention, Alg. 2).
 
-Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, 4 bits:
-  - bytes that must move: 2 sides * 16 * 8 * 32768 tokens * (64 + 4 + 1/16) bytes = 571 MB;
-    at the 3.0 TB/s that a copy reaches on an H100: 190 us.
-  - operations: 2 products * 2 * 16 * 32 * 32768 * 128 = 8.6 G, with 8 padded columns and two
-    planes of the scaled query 25.8 G: under 20 us. Memory is the floor.
-Target: 60 % of the floor's speed.
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128, 4 bits: 571
+MB, 190 us at the 3.0 TB/s of a copy on an H100; operations under 20 us. Memory is the floor.
+Target: 60 % of its speed. Seen: 323 us, with blocks of 128 tokens 293, 2.14 times as fast as cuDNN.
+The latency of some 1,700 instructions a block bounds it.
 
 One program, usually a single warp, takes one KV head of one sequence, all its query heads, and a
 run of blocks. Tokens, and channels of values, are the rows of the products: queries are few, and
@@ -15,21 +13,12 @@ all products are of int8 codes and exact; those of the values act on a block's r
 and the int8 buffer, has its own softmax, merged by log-sum-exp, first inside a program, then over
 programs (`merge`).
 
-Versions, same case, H100, jax 0.11.2 (cuDNN on bfloat16 keys and values: 684 to 694 us):
-  v1  queries as 16 padded rows, 4 warps: 458 us. One warp, so that no step waits for others
-      (no barrier, no shared row maximum): 384 us.
-  v2  tokens as rows, 8 padded columns: half the exponentials, half the updates of the output:
-      323 us, 2.14 times cuDNN. 236 registers leave 8 warps to a multiprocessor, which issue 1.5
-      instructions a clock: it is bound by the latency of some 1,700 instructions a block, not
-      by memory (46 %). Two or four warps, more programs, or stages: 330 to 520 us.
-  v3  fused multiply-adds, cheaper planes: no difference. Blocks of 128 tokens: 293 us.
-Other widths go through one tile for the whole axis, each byte loaded once for every code in it:
-2 bits 648 us, 3 bits 1,490 us, half of the heads at 2 bits 782 us (all four pairs of widths in one
-kernel). Next: narrow runs as products of 32, one launch for each pair of widths.
+Roofline in full and versions: `docs/kernels/triton.md`.
 """
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,21 +27,171 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import varying
 from pallas_kernels.layouts import Side as Side
-from pallas_kernels.merge import merge
 from pallas_kernels.triton import _common
-from pallas_kernels.triton._common import Ref
-from pallas_kernels.triton._decode_inputs import Query, load_query
-from pallas_kernels.triton._decode_inputs import Settings as Settings
-from pallas_kernels.triton._decode_split import (
-    State,
-    empty,
-    mask_of,
-    merge_split,
-    round_weights,
-    seen_of,
-    softmax,
-)
+from pallas_kernels.triton._common import Exponential, Ref, quantize_rows
+from pallas_kernels.triton._merge import merge
 from pallas_kernels.triton._packed import Span, load_codes, spans, whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    mode: str  # ``"int8"``, or ``"float"``: queries and weights are not rounded
+    exp: Exponential  # the softmax's exponential
+    unit: float  # how many units of its argument are one nat
+    largest: float  # its value at 0
+    key_bits: tuple[int, ...]  # widths of the keys' code arrays
+    value_bits: tuple[int, ...]  # widths of the values' code arrays
+    block: int  # tokens of a cache block
+    # The first tokens that are in the buffer's first slots, before those of blocks.
+    first_tokens: int
+    scale: float
+    window: tuple[int, int] | None
+    soft_cap: float | None
+    splits: int  # programs that share a KV head's blocks
+    num_warps: int
+    num_stages: int
+    interpret: bool
+    out_dtype: str | None = None  # of the output, ``"float32"``; None for the queries'
+
+
+class Query(NamedTuple):
+    """A program's queries, and which tokens they see."""
+
+    parts: tuple[jax.Array, ...]  # codes [R, span], one per channel span
+    scale: jax.Array  # float32 [R]
+    position: jax.Array  # int32 [R]
+    is_real: jax.Array  # bool [R]
+
+
+def load_query(
+    q_ref: Ref,
+    at: tuple[jax.Array, jax.Array],
+    channels: tuple[Span, ...],
+    *,
+    rows: int,
+    group: int,
+    begin: jax.Array,
+    query_length: jax.Array,
+    s: Settings,
+) -> Query:
+    """Loads a KV head's query rows, row ``g * T + t``, and quantizes each."""
+    b, h = at
+    tokens = q_ref.shape[1]
+    r = jnp.arange(rows, dtype=jnp.int32)
+    is_row = r < group * tokens
+    t, head = r % tokens, h * group + jnp.minimum(r // tokens, group - 1)
+    parts = []
+    for span in channels:
+        ref = q_ref.at[b, t[:, None], head[:, None], span.positions()[None, :]]
+        x = plgpu.load(ref, mask=is_row[:, None] & span.inside()[None, :], other=0)
+        # The factor of the scores stays positive, so that it does not move the maximum.
+        parts.append(x if s.scale >= 0 else -x)
+    codes, scale = quantize_rows(tuple(parts), s.mode)
+    return Query(codes, scale * abs(s.scale), begin + t, is_row & (t < query_length))
+
+
+State = tuple[jax.Array, jax.Array, jax.Array]
+"""Outputs ``[H, R]``, maxima in the exponential's units and sums of weights ``[R]``, float32."""
+
+
+def empty(shape: tuple[int, ...]) -> State:
+    """The state before the first split, for outputs ``[H, R]``."""
+    lowest = jnp.full(shape[1:], -jnp.inf, jnp.float32)
+    return jnp.zeros(shape, jnp.float32), lowest, jnp.zeros(shape[1:], jnp.float32)
+
+
+def softmax(
+    products: list[jax.Array],
+    factor: jax.Array,
+    masks: list[jax.Array] | None,
+    s: Settings,
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """A split's own softmax, over tokens, which are rows.
+
+    Returns unnormalized weights ``[t, R]``, and for each column its maximum in the exponential's
+    units (``-inf`` where nothing is visible, and perhaps where scores are NaN) and sum.
+    """
+    scores = products
+    scale = factor * s.unit
+    if s.soft_cap is not None:
+        scores = [_common.soft_cap(x * factor[None, :], s.soft_cap) for x in scores]
+        scale = jnp.full_like(factor, s.unit)
+    if masks is not None:
+        scores = [
+            jnp.where(mask, x * scale[None, :], -jnp.inf)
+            for x, mask in zip(scores, masks, strict=True)
+        ]
+        scale = jnp.ones_like(factor)
+    maximum = functools.reduce(jnp.maximum, [jnp.max(x, axis=0) for x in scores]) * scale
+    shift = maximum
+    if masks is not None:
+        shift = jnp.where(maximum > -jnp.inf, maximum, 0.0)
+    weights = []
+    for i, x in enumerate(scores):
+        x = _common.fma(x, scale[None, :], -shift[None, :], s.interpret)
+        p = _common.evaluate(s.exp, x, s.interpret)
+        weights.append(p if masks is None else jnp.where(masks[i], p, 0.0))
+    total = functools.reduce(jnp.add, [jnp.sum(p, axis=0) for p in weights])
+    return weights, maximum, total
+
+
+def round_weights(p: jax.Array, s: Settings) -> tuple[jax.Array, jax.Array, float]:
+    """Weights as the second product's operand, their sums over tokens, and the value of a unit."""
+    if s.mode == "int8":
+        unit = s.largest / _common.INT8_RANGE
+        codes = _common.round_product(p, 1 / unit, s.interpret)
+        return codes, jnp.sum(codes.astype(jnp.int32), axis=0), unit
+    return p, jnp.sum(p, axis=0), 1.0
+
+
+def seen_of(masks: list[jax.Array]) -> jax.Array:
+    """Which queries see anything, from masks ``[t, R]``."""
+    found = [jnp.max(jnp.where(mask, 1.0, 0.0), axis=0) for mask in masks]
+    return functools.reduce(jnp.maximum, found) > 0
+
+
+def merge_split(
+    state: State,
+    product: jax.Array,
+    maximum: jax.Array,
+    total: jax.Array,
+    factor: jax.Array,
+    seen: jax.Array | None,
+    s: Settings,
+) -> State:
+    """Adds a split's result, float32 ``[H, R]``, to the running outputs, maxima and sums.
+
+    `maximum` ``[R]`` is ``-inf`` where the split shows nothing; `total` ``[R]`` are sums of
+    weights; `factor` scales the scores, and is NaN where a key was; `seen` ``[R]`` says which
+    queries see something of the split, None if all see all of it.
+    """
+    o, m, l = state
+    exp = functools.partial(_exp_of_units, s=s)
+    # A maximum and SAS lose a NaN; the sum brings it back.
+    lost = factor * 0.0
+    new = jnp.maximum(m, maximum)
+    shift = new
+    if seen is not None:
+        lost = jnp.where(seen, lost, 0.0)
+        product = jnp.where(seen[None, :], product, 0.0)
+        shift = jnp.where(new > -jnp.inf, new, 0.0)
+    alpha, weight = exp(m - shift), exp(maximum - shift)
+    o = _common.fma(product, weight[None, :], o * alpha[None, :], s.interpret)
+    return o, new, l * alpha + (total * weight + lost)
+
+
+def _exp_of_units(x: jax.Array, s: Settings) -> jax.Array:
+    return _common.exp2(x * (_common.LOG2_E / s.unit), s.interpret)
+
+
+def mask_of(query: Query, position: jax.Array, extra: jax.Array | None, s: Settings) -> jax.Array:
+    """Which tokens at `position` ``[t]`` each query sees, ``[t, R]``."""
+    q, k = query.position[None, :], position[:, None]
+    mask = (k <= q) & query.is_real[None, :]
+    if s.window is not None:
+        mask = mask & (k >= q - s.window[0]) & (k <= q + s.window[1])
+    return mask if extra is None else mask & extra[:, None]
+
 
 _LOW_BITS = 7
 # Columns of the smallest matrix product.

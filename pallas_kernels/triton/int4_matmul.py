@@ -1,11 +1,9 @@
 """INT4 weights times FP8 tokens (FireQ), on any GPU since Ampere.
 
-Roofline, for K=4096 inputs, N=14336 outputs, groups of 128 with e4m3 scales:
-  - bytes that must move: codes 29.4 MB, scales 0.46 MB, and for 16 tokens 0.07 MB of activations
-    and 0.46 MB of results: 30.4 MB, at the 3.0 TB/s that a copy reaches on an H100 10 us.
-  - operations: 0.12 G a token: for 16 tokens nothing, for 4096 tokens 481 G, at 800 TFLOP/s 601 us.
-    Beside them each of the 58.7 M weights is converted once for every tile of tokens, in about 4
-    instructions: 8 us of all lanes of an H100, 0.26 ms for 32 tiles of 128 tokens.
+Roofline, for weights of 14336 x 4096: 30 MB, 10 us at the 3.0 TB/s of a copy on an H100; 601 us of
+operations for 4096 tokens, and 4 instructions for each weight and tile of tokens, 8 us. Seen: 30 us
+for 16 tokens, 51 for 64, at a third to a fifth of the floor's speed; beyond, XLA in bfloat16 is
+faster.
 
 Weights are the rows of the products, tokens the columns: weights are converted in registers, of
 which the matrix units take their first operand, and few tokens are a narrow product. Both operands
@@ -14,13 +12,7 @@ a group gives two operands of 64 inputs, low and high nibbles; the tokens come i
 (`turbojax.matmul.int4.triton`). Where tiles are few, programs share a tile's groups and leave
 float32 sums, which XLA adds up and finishes.
 
-H100, jax 0.11.2, microseconds of 14336 x 4096 (`fireq_2026-11-21.json`), of tokens
-                             1     16     64    256   1024   4096
-  XLA in bfloat16           41     45     51     49    152    591
-  this kernel               28     30     51    102    350   1428
-So up to 64 tokens it is at a third to a fifth of the floor's speed; beyond, XLA in bfloat16 is
-faster. Compiled by Triton 3.6 for an H100: 4.9 instructions a weight in the loop of a launch for 16
-tokens, 1.0 of them conversions to and from e4m3; no launch spills registers.
+Roofline in full and versions: `docs/kernels/triton.md`.
 """
 
 import dataclasses
@@ -45,26 +37,14 @@ _NEIGHBOURS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A launch's static settings.
-
-    Attributes:
-      tokens: of a program, a power of two and at least 16.
-      outputs: of a program, the same.
-      splits: programs that share the groups of a tile.
-      num_stages: steps in flight.
-      gated: whether rows are gate and up, in alternating groups of eight.
-      activation: None, "silu" or "gelu"; "swiglu" or "geglu" exactly for gated weights.
-      has_e4m3: whether the GPU converts to e4m3.
-    """
-
-    tokens: int
-    outputs: int
-    splits: int
+    tokens: int  # of a program, a power of two and at least 16
+    outputs: int  # of a program, the same
+    splits: int  # programs that share the groups of a tile
     num_warps: int
-    num_stages: int
-    gated: bool
-    activation: str | None
-    has_e4m3: bool
+    num_stages: int  # steps in flight
+    gated: bool  # whether rows are gate and up, in alternating groups of eight
+    activation: str | None  # None, "silu" or "gelu"; "swiglu" or "geglu" exactly for gated weights
+    has_e4m3: bool  # whether the GPU converts to e4m3
     interpret: bool
 
 

@@ -1,18 +1,11 @@
 """Decode: a few new queries per sequence against keys and 4-bit values with a scale per token.
 
-Keys are 4-bit codes, as the values (KV4), or e4m3 (K8V4).
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128: KV4 554 MB,
+K8V4 822, on an H100 185 and 274 us, on an H200 129 and 192; operations 22 us, unpacking 50. Memory
+is the floor. Target: 60 % of its speed, K8V4 70 %. Seen on an H200: 253 and 308 us, 51 and 62 %.
+1,024 programs of one warp are too few for KV4 to hide memory.
 
-Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, so 4.19 M
-tokens of a KV head; a copy reaches 3.0 TB/s on an H100:
-  - bytes that must move, KV4: 2 sides * 4.19 M * (64 of codes + 2 of scale) = 554 MB: 185 us.
-  - bytes that must move, K8V4: 4.19 M * (128 + 2 of keys + 64 + 2 of values) = 822 MB: 274 us.
-  - operations: 2 products * 2 * 16 * 32 * 32768 * 128 = 8.6 G, with 8 padded columns 17 G: 22 us of
-    16-bit products. Unpacking 1.07 G codes takes 1.4 instructions each, 50 us of all integer lanes;
-    in K8V4 half of that, and 268 M conversions of two e4m3 to float16 each: 16 lanes of a
-    multiprocessor's partition do one a clock, 18 us.
-  Memory is the floor of both.
-Target: 60 % of the floor's speed for KV4; 70 % for K8V4, which has half of the unpacking to do for
-one and a half times the bytes: 390 us.
+Keys are 4-bit codes, as the values (KV4), or e4m3 (K8V4).
 
 One program takes one KV head of one sequence, all its query heads, and a run of tiles of tokens,
 as far as that sequence goes: programs past its length stop at once. Tokens, and channels of values,
@@ -24,36 +17,7 @@ values. e4m3 keys as float16 are exact, and queries, over a power of two, keep 1
 bfloat16 and float16 have. Weights times values' scales are rounded to bfloat16. Softmax online,
 programs merged by log-sum-exp (`merge`).
 
-Versions; warp instructions for 64 tokens of a KV head, as Triton 3.6 compiles
-them for compute capability 9.0 (what issues at 1.5 a clock, as in `decode`, does 1,000 in 188 us):
-  v1  two stages: 1,909 instructions, 255 registers. Keys come through shared memory and are
-      unpacked as operands, but values are carried to the next step as bytes and packed again.
-  v2  one stage: 1,522 instructions, 168 registers, so that 12 warps to a multiprocessor wait for
-      memory instead. Tiles of 128 tokens: 1,485, 254 registers; two warps: 1,678.
-Of these 640 unpack, and 220 turn values from channels to tokens. Next: keys as float16 subnormals,
-eight times the queries' sums taken off afterwards, would save 160.
-K8V4 in the form of v2, as Triton 3.8 compiles it (KV4: 1,505): 1,352 instructions, 168 registers,
-so 254 us of issue beside 274 us of memory. Tiles of 32 tokens: 1,452 for 64, 128 registers; of 128:
-1,309, 254 registers; two warps: 1,474; two stages: 1,728, 255 registers.
-H200 (a copy reaches 4.3 TB/s: floors of 129 and 192 us), jax 0.11.2, v2, the whole call, for tokens
-at a time, warps, and programs in all:
-                                  KV4: 16 x 32k   1 x 4k     K8V4: 16 x 32k   1 x 4k
-  cuDNN on dense bfloat16               465 us   11.1 us
-  64, 1, 1024, taken                    253       9.2               308       9.9
-  64, 1, 4096                           213       9.2               302       9.7
-  64, 2, 1024                           225       8.3               297       8.9
-  128, 2, 2048                          240       8.1               293       8.5
-  128, 4, 1024                          225       6.9               332       7.4
-  64, 4, 1024                           290       7.8               378       8.4
-So KV4 is at 51 % of the floor's speed and K8V4 at 62 %: both miss their targets. 1,024 programs of
-one warp are eight to a multiprocessor, too few for KV4 to hide memory; K8V4 gains little by more.
-Next: two warps, and a merge that many parts do not slow down (25 of 45 us at 1 x 32k, 128 parts).
-The line that is taken is in `kv4_2026-11-23.json`, the others in `format_launches_2026-11-23.json`,
-where that one, run again, took 249, 9.1, 312 and 9.8 us.
-Head dim 80 with a cap, counted too: 3,413 instructions (K8V4: 3,992), 255 registers and some of
-them spilled, while padded channels had addresses of others; 1,925 (1,782) and 168 with a mask.
-Not good yet: 64 query rows, where the one warp (two for 256) spills: 6,301 instructions for 64
-tokens at head dim 128 (K8V4: 6,072), 11,016 at 256 (10,865).
+Roofline in full and versions: `docs/kernels/triton.md`.
 """
 
 import dataclasses
@@ -67,11 +31,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import varying
-from pallas_kernels.merge import merge
 from pallas_kernels.triton import _common
-from pallas_kernels.triton._common import Ref
+from pallas_kernels.triton._common import Ref, quantize_rows
+from pallas_kernels.triton._merge import merge
 from pallas_kernels.triton._paged_codes import fp8_to_float16, to_float16
-from pallas_kernels.triton._rows import quantize_rows
 
 # Columns of the smallest matrix product, and terms of its sum.
 _ROWS, _NARROWEST = 8, 16
@@ -99,23 +62,15 @@ _State = tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
-
-    Attributes:
-      tile: tokens taken at a time, a power of two from 16; the cache holds whole tiles.
-      splits: programs that share a KV head's tokens.
-      out_dtype: of the output, ``"float32"``; None for the queries'.
-    """
-
     scale: float
     window: tuple[int, int] | None
     soft_cap: float | None
-    tile: int
-    splits: int
+    tile: int  # tokens taken at a time, a power of two from 16; the cache holds whole tiles
+    splits: int  # programs that share a KV head's tokens
     num_warps: int
     num_stages: int
     interpret: bool
-    out_dtype: str | None = None
+    out_dtype: str | None = None  # of the output, ``"float32"``; None for the queries'
 
 
 class Side(NamedTuple):

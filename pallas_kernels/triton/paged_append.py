@@ -1,14 +1,8 @@
 """Append to pages of integers: new vectors rotated, encoded and stored, in one launch.
 
-Keys, values or both, in codes of 4, 3 or 2 bits, or in int8, which is not rotated.
-Roofline, both in 4 bits, for 4 sequences of 4,096 tokens, 8 KV heads, head dim 128, bfloat16:
-  - bytes that must move: 2 sides * 131072 vectors * (256 read + 64 of codes + 2 of norm) = 84 MB,
-    at the 3.0 TB/s that a copy reaches on an H100 28 us, 30 us with the launch.
-  - operations: 34 M channels at 40 instructions (7 additions of the rotation, 7 comparisons and as
-    many selections, a square), 1.3 G: at the 29 T a second of all lanes 46 us, which is
-    the floor unless it hides behind memory.
-  One token of 64 sequences moves 0.3 MB: a launch, and a chain of loads to find the place.
-Target: 150 us for the first, 10 us for the second.
+Roofline, both in 4 bits, for 4 sequences of 4,096 tokens, 8 KV heads of 128: 84 MB, 28 us at the
+3.0 TB/s of a copy on an H100; 1.3 G operations, 46 us, which is the floor. Target: 150 us, 10 for
+one token of 64 sequences. Seen: 114 and 2.8 us (XLA 3,423 and 27.5).
 
 The numbers are those of `turbojax.polar.encode`, and of `turbojax.caches.paged.formats.to_int8`,
 bit for bit: the same additions in the same order,
@@ -20,18 +14,7 @@ registers can be neither sliced nor shuffled here; but both channels of a pair g
 axis of two. Sums of integers wrap around, so subtracting a channel's own bits from the sum of both
 gives its partner's bits, exactly.
 
-Versions, H100, jax 0.11.2, device time of the kernel; beside it XLA counts what was lost, 3.6 us:
-                                          64 tokens   320 tokens   4 x 4,096 tokens
-  XLA, all kernels                          27.5 us                   3,423 us
-  v1  rows, pieces and warps as taken        2.8        5.2 us          114
-      other rows, pieces and warps           2.7-2.8    5.2-5.3         113-114
-k8v4, H200, the whole call, keys by XLA (the first row is in `format_launches_2026-11-23.json`, the
-others in `paged_formats_2026-11-23.json`):
-  XLA alone                                 16.7                        321
-  v2  sides with codes, each by its codec    7.1                         92
-      both sides in 4 bits, as v1            5.2                        116
-Int8 was not measured. Of its bytes 101 MB, 34 us at 3.0 TB/s, and 34 M channels at some 20
-instructions, 23 us of all lanes.
+Roofline in full and versions: `docs/kernels/triton.md`.
 """
 
 import dataclasses
@@ -62,19 +45,10 @@ _TINY_INTEGERS, _RECIPROCAL_RANGE = 2.0**-25, float(np.float32(1 / 127))
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
-
-    Attributes:
-      codecs: of each side's codes; None for int8.
-      tokens: of a sequence in this call, `T`.
-      rows: vectors of a program, a power of two.
-      pieces: into which a vector is cut, a power of two.
-    """
-
-    codecs: tuple[Codec | None, ...]
-    tokens: int
-    rows: int
-    pieces: int
+    codecs: tuple[Codec | None, ...]  # of each side's codes; None for int8
+    tokens: int  # of a sequence in this call, `T`
+    rows: int  # vectors of a program, a power of two
+    pieces: int  # into which a vector is cut, a power of two
     num_warps: int
     interpret: bool
 

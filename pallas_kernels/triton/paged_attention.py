@@ -1,27 +1,15 @@
 """Attention of new queries to keys and values in pages: 16-bit or wider, fp8, int8, or codes.
 
-Keys and values may be stored in different ways, codes in 4, 3 or 2 bits.
-
-Roofline, for 16 sequences of 32,768 tokens, 8 KV heads with 4 queries each, head dim 128:
-  - bytes that must move, 2 sides * 16 * 8 * 32768 tokens * (64 of codes + 2 of norm) = 554 MB for
-    4 bits, 1,074 MB for fp8, 2,147 MB for bfloat16: at the 3.0 TB/s that a copy reaches on an H100
-    185, 358 and 716 us.
-  - operations: 2 products * 2 * 16 * 32 * 32768 * 128 = 8.6 G, with 8 padded columns 17 G: 22 us of
-    bfloat16. Looking up 1.07 G codes takes 1.6 instructions each, 57 us of all integer lanes.
-  - fp8 keys with codes of 4 bits as values (k8v4), 16 * 8 * 32768 tokens * (128 + 64 + 2) = 814 MB:
-    271 us; the same 17 G operations, and half the lookups: 28 us of all integer lanes. Codes of 4
-    bits for keys and 2 for values, 100 bytes a token and head, 419 MB: 140 us.
-  - int8, 260 bytes a token and head, 1,091 MB: 364 us; 1.07 G numbers to 16 bits at 1.3 to 2.3
-    instructions each, 65 us of all integer lanes. With codes of 4 bits as values 822 MB, 274 us.
-  Memory is the floor.
-Target: 80 % of the floor's speed for bfloat16 and fp8, half of it for 4 bits (a lookup cannot hide
-behind memory in a kernel that loads, looks up and multiplies in the same warp). Between them for
-k8v4: 400 us, what fp8 takes, or less.
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128, H100: 4
+bits 185 us, fp8 358, bfloat16 716, k8v4 271, int8 364; products 22 us, look-ups of 4-bit codes 57.
+Memory is the floor. Target: 80 % of its speed for bfloat16 and fp8, half of it for 4 bits. Seen on
+an H100: 303, 407 and 780 us; on an H200 k8v4 65 % of the floor's speed, turbo4 43. Pages of codes
+are bound by issue.
 
 One program takes some query rows of one KV head (row ``g * T + t``: all heads of the group share
 what is read) and one part of its tokens, as far as those rows see it: programs past the end
 stop at once and write nothing, and the parts are merged (see
-`pallas_kernels.merge`). Tokens, and channels of values, are the rows of the products, as in
+`pallas_kernels.triton._merge`). Tokens, and channels of values, are the rows of the products, as in
 `kv4_decode`: queries are few, and eight columns are the fewest that a product takes. A tile of
 tokens spans one page or several, whose numbers are loaded from the table. All tiles are at fixed
 positions, and the launch does not depend on the queries: a
@@ -40,56 +28,10 @@ fourth channel each; one permute looks up four of them.
 Int8 becomes 16-bit floats, exactly, by byte permutes and a subtraction (`_paged_codes`); a token's
 scale multiplies its scores and its weights, as a norm does. Not measured.
 
-Versions, H100, jax 0.11.2, device time with the merge, for the tokens of a part, those taken at a
-time, and warps:
-                                      16 x 32k   1 x 4k
-  cuDNN on dense bfloat16               690 us   9.5 us
-  v1  4 bits, 1024, 64, 1               364     50.6     2,014 instructions for 64 tokens
-      bfloat16, 1024, 64, 1             752     32.5     740
-  v2  4 bits, 1024, 64, 1               291     40.8     1,597: the table's words in registers,
-                                                         see `_paged_codes`
-      4 bits, 512, 64, 1, taken         303     23.7
-      4 bits, 512, 64, 2                303     19.9
-      4 bits, 512, 64, 4                398     15.4
-      bfloat16, 512, 128, 4             764     12.1
-      fp8, 512, 64, 1, taken            407     24.2
-      fp8, 512, 128, 4                  408     13.2
-  v3  several warps, always 16 columns: a row's bits no longer depend on how many rows there are
-      bfloat16, 512, 128, 4, taken      780     21.7   both of the whole call
-      fp8, 512, 128, 4                  528     21.3
-  256 queries of 4 x 8k: 2.1 ms of bfloat16 with the first launch; with 64 query rows to a program
-  and four warps 0.89 ms, 155 TFLOP/s, and 1.51 ms of 4 bits.
-These and more rows are in `benchmarks/results/paged_versions_2026-11-21.json`.
-
-Formats, H200 (a copy reaches 4.3 TB/s), jax 0.11.2, the whole call; in brackets the floor:
-                                      16 x 32k   1 x 4k
-  cuDNN on dense bfloat16               473 us   11.2 us
-  bfloat16                              610 (500)  21.1
-  fp8, 512, 64, 1                       330 (250)  33.3
-  turbo4, 512, 64, 1                    300 (129)  36.2
-  k8v4, 512, 64, 1, taken               291 (189)  32.9
-        1024, 64, 1                     278      54.3   parts are too long where there are few
-        256, 64, 1                      310      22.2
-        512, 32, 1                      300      43.7
-        512, 64, 2; 128, 2; 128, 4      424, 373, 533; 30.0, 25.9, 23.5
-  codes of 4 bits, values of 2, taken   264 (98) 33.8
-        1024, 64, 1                     251      55.1
-So k8v4 is at 65 % of the floor's speed (target: 68 %), and codes alone at 43 and 37 % (target:
-half): all miss, k8v4 narrowly. With parts of 256 tokens for short tables and of 1,024 for long ones
-both ends would gain, but a row's bits would then depend on the table. These are in
-`paged_formats_2026-11-23.json`, those not taken in `format_launches_2026-11-23.json`.
-
-Counted: warp instructions for 64 tokens at head dim 128 with v2's launch, as Triton 3.8
-compiles them for compute capability 9.0, all with 255 registers and none spilled (at the speed of
-4 bits in v2 1,000 of them take about 190 us of 16 x 32k):
-      turbo4 1,579, fp8 1,151           as before there were other formats, to the byte
-      k8v4                              1,319, 250 us of issue beside 271 us of memory
-      codes of 4 bits, values of 2      1,310
-      codes of 2 bits                   1,187
-      codes of 3 bits, values of 4      1,993; 1,832 with third bits loaded once and broadcast
-Pages of codes alone are bound by issue. Next: 3 bits go through 20 KB of shared memory.
+Roofline in full and versions: `docs/kernels/triton.md`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -100,13 +42,134 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import varying
-from pallas_kernels.merge import finish, finite, merge_parts
 from pallas_kernels.triton import _common, _paged_codes
 from pallas_kernels.triton._common import Ref
+from pallas_kernels.triton._merge import finish, finite, merge_parts
 from pallas_kernels.triton._paged_codes import Codec as Codec
-from pallas_kernels.triton._paged_tiles import Place, Vectors, load, locate, norm, vectors
-from pallas_kernels.triton._paged_tiles import Settings as Settings
-from pallas_kernels.triton._paged_tiles import Side as Side
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    # Optional (left, right); queries never see past their own position.
+    window: tuple[int, int] | None
+    soft_cap: float | None
+    key_codec: Codec | None  # of keys that are codes, None for others
+    value_codec: Codec | None  # of values that are codes, None for others
+    part: int  # tokens of a program, a power of two
+    tile: int  # tokens taken at a time, a power of two from 16 to `part`
+    rows: int  # queries of a program at most, a power of two from 8
+    num_warps: int
+    num_stages: int
+    interpret: bool
+
+
+class Side(NamedTuple):
+    """Keys or values ``[P, K, page_size, W]``, and of codes norms float16 ``[P, K, page_size]``.
+
+    For int8 the norms are scales. Codes of 4 bits are two to a byte, of 2 bits four, the first in
+    the lowest bits. Of 3 bits the first two thirds of the bytes hold the lower two bits in that
+    way, and the last third the third ones: those of bytes ``2 m`` and ``2 m + 1`` in byte `m`, see
+    `_paged_codes.look_up`.
+    """
+
+    data: Ref
+    norm: Ref | None
+
+
+class Place(NamedTuple):
+    """Where a program reads."""
+
+    sequence: jax.Array
+    head: jax.Array
+
+
+class Vectors(NamedTuple):
+    """A side, and how a program takes its vectors: in pieces, each of which is an operand.
+
+    Piece `j` of `n` has the channels ``n * c + j`` of the head: all of them, or those that begin at
+    the same bit of a byte.
+    """
+
+    side: Side
+    codec: Codec | None
+    width: int  # of a piece, without padding
+    column: jax.Array  # int32 [c], of a piece, padded to a power of two
+
+    @property
+    def channels(self) -> tuple[jax.Array, ...]:
+        count = 1 if self.codec is None else self.codec.pieces
+        return tuple(count * self.column + j for j in range(count)) if count > 1 else (self.column,)
+
+
+def vectors(side: Side, codec: Codec | None) -> Vectors:
+    width = side.data.shape[3]
+    if codec is not None and codec.bits == 3:
+        width = width // 3 * 2
+    padded = max(_NARROWEST, _common.next_power_of_2(width))
+    return Vectors(side, codec, width, jnp.arange(padded, dtype=jnp.int32))
+
+
+def locate(
+    i: jax.Array, token: jax.Array, tables_ref: Ref, place: Place, page_size: int, s: Settings
+) -> tuple[jax.Array, jax.Array]:
+    """The page (one, or one for each token) and the tokens' slots in it."""
+    if page_size % s.tile == 0:
+        in_page = page_size // s.tile
+        page = plgpu.load(tables_ref.at[place.sequence, i // in_page])
+        return page, i % in_page * s.tile + jnp.arange(s.tile, dtype=jnp.int32)
+    # A table need not end with a tile.
+    entry = jnp.minimum(token // page_size, tables_ref.shape[1] - 1)
+    return plgpu.load(tables_ref.at[place.sequence, entry]), token % page_size
+
+
+def load(
+    x: Vectors,
+    page: jax.Array,
+    slot: jax.Array,
+    place: Place,
+    some: jax.Array | None,
+    kind: str,
+    s: Settings,
+) -> tuple[jax.Array, ...]:
+    """A tile as operands ``[t, c]``, one for each piece; 0 where not `some`, except integers."""
+    mask = None if x.column.shape[0] == x.width else (x.column < x.width)[None, :]
+    is_integer = x.codec is not None or x.side.data.dtype == jnp.int8
+    if some is not None and not is_integer:
+        mask = some[:, None] if mask is None else some[:, None] & mask
+    if page.ndim:
+        page = page[:, None]
+
+    def read(column: jax.Array) -> jax.Array:
+        at = x.side.data.at[page, place.head, slot[:, None], column[None, :]]
+        other = 0 if is_integer else 0.0
+        return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=other)
+
+    tile = read(x.column)
+    if x.codec is not None:
+        high = _third_bits(x, page, slot, place) if x.codec.bits == 3 else None
+        return _paged_codes.look_up(tile, high, x.codec, kind, s.interpret)
+    if tile.dtype == jnp.int8:
+        return (_paged_codes.int8_to_16_bits(tile, kind, s.interpret),)
+    if tile.dtype.itemsize == 1:
+        return (_paged_codes.fp8_to_float16(tile, s.interpret),)
+    return (tile,)
+
+
+def _third_bits(x: Vectors, page: jax.Array, slot: jax.Array, place: Place) -> jax.Array:
+    """Bytes of third bits, each twice: once for each byte of lower bits to which it belongs."""
+    count = x.column.shape[0]
+    column = jnp.arange(count // 2, dtype=jnp.int32)
+    at = x.side.data.at[page, place.head, slot[:, None], x.width + column[None, :]]
+    mask = None if count == x.width else (column < x.width // 2)[None, :]
+    tile = plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0)
+    pairs = jnp.broadcast_to(tile[:, :, None], (*tile.shape, 2))
+    return pairs.reshape(tile.shape[0], count)
+
+
+def norm(side: Side, page: jax.Array, slot: jax.Array, place: Place) -> jax.Array:
+    assert side.norm is not None
+    return plgpu.load(side.norm.at[page, place.head, slot]).astype(jnp.float32)
+
 
 # Columns of the smallest matrix product, and the fewest of a weights' sum.
 _ROWS, _NARROWEST = 8, 16

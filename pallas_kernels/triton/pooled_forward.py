@@ -1,27 +1,15 @@
 """Pooled attention, forward (multi-scale KV pooling, Li, 2025, Algorithm 1).
 
-Roofline, for 1 sequence, 16 heads, 16384 tokens, head dim 128, bfloat16, every block at level 1:
-  - operations: 4 * 16 * 16384**2 * 128 = 2.2 T; at 800 T/s, what matrix products reach on an H100:
-    2.7 ms. At density `d` (the mean of 1 / level, 0 where skipped) that times `d`.
-  - bytes: 4 * 16384 * 16 * 128 * 2, 0.27 GB: 0.09 ms; and keys and values again for each query
-    block that does not find them in the second-level cache.
-Arithmetic is the floor from a density of 4 % on. Target: 480 T/s, 4.6 ms times `d`.
+Roofline, for one sequence of 16,384 tokens, 16 heads of 128, bfloat16, every block at level 1: 2.2
+T operations, 2.7 ms at 800 T/s on an H100, times the density; bytes 0.09 ms. Target: 480 T/s, 4.6
+ms. Seen: 4.68 ms (cuDNN 3.16), a mixture of density 0.16 1.09. What bounds it: no overlap of
+products and softmax within a program, rows gathered with a pointer each, a loop that waits for the
+lists.
 
 One program takes a tile of queries of one head and walks over the pooled keys that its row of the
 lists names, see `_pooled_common.walk`.
 
-Versions, same case, H100, jax 0.11.2, milliseconds of the kernel (cuDNN, all blocks: 3.16; the
-mixture is 5 % at level 1, 10 % at 2, 10 % at 4, 25 % at 8, density 0.16):
-                                              all level 1        a mixture
-  v1  the lists read one step ahead, 128 queries,
-      steps of 64 keys, 8 warps, 3 stages           5.31             1.10
-      2 stages                                      6.82             1.20
-      steps of 128 keys, 3 stages                   4.75             2.00
-      steps of 32 keys, 4 stages                    6.58             1.37
-      64 queries, 4 warps                           4.68 (0.68x)     1.09 (2.91x)
-What bounds it: the lowering does not overlap products and softmax within a program, gathers rows
-with a pointer each, and its loop waits for the lists. Not reached: 0.75x of cuDNN with all blocks;
-the kernel for Hopper has 0.90x.
+Roofline in full and versions: `docs/kernels/triton.md`.
 """
 
 import functools

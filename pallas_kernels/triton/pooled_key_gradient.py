@@ -1,18 +1,15 @@
 """Pooled attention, gradients of keys and values (multi-scale KV pooling, Li, 2025, Algorithm 3).
 
-Roofline, for 1 sequence, 16 heads, 16384 tokens, head dim 128, bfloat16, every block at level 1:
-  - operations: 8 * 16 * 16384**2 * 128 = 4.4 T; at 800 T/s on an H100: 5.5 ms, times the density.
-  - bytes: 4 * 16384 * 16 * 128 * 2 in and twice that, in float32, out: 0.54 GB: 0.18 ms; queries
-    again for each tile of keys that does not find them in the second-level cache.
-Arithmetic is the floor. Target: 400 T/s, 11 ms times the density.
+Roofline, for one sequence of 16,384 tokens, 16 heads of 128, bfloat16, every block at level 1: 4.4
+T operations, 5.5 ms at 800 T/s on an H100, times the density; bytes 0.18 ms. Target: 400 T/s, 11
+ms. Seen: 10.7 ms, 412 T/s.
 
 One launch for each level. A program takes a tile of groups of one KV head and walks over the query
 blocks that its list names, for all query heads of the group; keys are rows, so that both sums
 stay in registers. How many tokens a group stands for is a constant factor of its row of weights,
 and multiplied in at the end.
 
-Versions, H100, jax 0.11.2, milliseconds of the four launches (levels 1, 2, 4, 8 in no order):
-  v1  all blocks at level 1: 10.7 (412 T/s); `pooled_forward`'s mixture: 0.85, 0.69, 0.53, 0.50.
+Roofline in full and versions: `docs/kernels/triton.md`.
 """
 
 import dataclasses
@@ -45,24 +42,13 @@ _State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A launch's static settings.
-
-    Attributes:
-      level: tokens of a group: 1, 2, 4 or 8.
-      rows: groups of a program, a power of two that covers at most 16 blocks.
-      step: queries at a time, a power of two, at most `block_q`.
-      block_q: queries to a list's entry.
-      block_kv: keys to a block, a power of two.
-      is_causal: a query sees a group if it sees the group's last token.
-    """
-
-    level: int
-    rows: int
-    step: int
-    block_q: int
-    block_kv: int
+    level: int  # tokens of a group: 1, 2, 4 or 8
+    rows: int  # groups of a program, a power of two that covers at most 16 blocks
+    step: int  # queries at a time, a power of two, at most `block_q`
+    block_q: int  # queries to a list's entry
+    block_kv: int  # keys to a block, a power of two
     scale: float
-    is_causal: bool
+    is_causal: bool  # a query sees a group if it sees the group's last token
     num_warps: int
     num_stages: int
     interpret: bool

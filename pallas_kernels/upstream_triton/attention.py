@@ -1,35 +1,12 @@
 """Prefill attention on 8-bit operands: the launcher of the Triton kernel in `_kernel.py`.
 
-Versions, by compiling for sm_90 (Triton 3.6; head dim 128, tiles of 128 x 64 and 128 x 128):
+Each block's product is merged at once: with it in flight over the next one ptxas serializes all
+products. Seen on an H100, 2 sequences of 8,192 tokens, 32 query heads on 8 of 128 channels, not
+causal: fp8 758 TFLOP/s, int8_fp8 751, int8 655 (cuDNN on bfloat16 643). What bounds it: about 8.5
+instructions per score outside the matrix unit, which only the other program of the multiprocessor
+hides.
 
-1. output accumulated in the matrix unit over all keys: ptxas serializes the products (C7514), as
-   one is in flight across iterations while its accumulator is rescaled; biased, see `_kernel.py`;
-2. each block's product kept in flight and merged one iteration later: serialized too (C7515);
-3. each block's product merged at once: neither warning nor spills, 11 (9) instructions an element
-   for 64 (128) keys. This is what runs;
-4. 3, with the next block's scores computed during the softmax of this one: free of warnings and
-   spills for int8 scores and 64 keys; serialized for e4m3, and spills with 128 keys. It was slower
-   and is gone.
-
-Measured on an H100 (jax 0.11.2, Triton 3.6; 2 sequences, 32 query and 8 KV heads, 8192 tokens, head
-dim 128, not causal, exact softmax; TFLOP/s, cuDNN on bfloat16 643 in the same run):
-
-| blocks | tile, warps, stages | fp8 | int8_fp8 | int8 |
-|---|---|---|---|---|
-| 128 | 128, 8, 3 | 695 | 648 | 579 |
-| 128 | 64, 4, 2 | 711 | 688 | 600 |
-| 128 | 64, 4, 3: two programs to a multiprocessor, the default | 758 | 751 | 655 |
-| 128 | 64, 4, 3, one level (step 1 above) | 716 | 716 | - |
-| 64 | 128, 8, 3 | 598 | 552 | 447 |
-| 64 | 64, 4, 3, the default | 675 | 638 | 504 |
-| 64 | 64, 4, 3, computed ahead (step 4) | 580 | 600 | 500 |
-| 128 | 128, 8, 3, SAS base e / base 2 | 495 / 537 | 480 / 515 | 413 / 438 |
-
-In another run (cuDNN 698, causal 641) the default reached 815 TFLOP/s in fp8 and 760 causal; with
-four stages 525, with the next 128 keys' scores computed ahead 386. In the run of the suite (632,
-causal 562) it was 761 and 693: 1.17 to 1.23 times cuDNN, the aim being 1.2. What bounds it: about
-8.5 instructions per score outside the matrix unit, which only the other program of the
-multiprocessor hides.
+Roofline in full and versions: `docs/kernels/triton.md`.
 """
 
 import dataclasses
@@ -44,40 +21,27 @@ import jax.numpy as jnp
 
 from pallas_kernels import varying
 
-MAX_HEAD_DIM = 256
-"""Largest head dim: beyond it the output of one tile does not fit the registers."""
+MAX_HEAD_DIM = 256  # largest head dim: beyond it the output of one tile does not fit the registers
 BLOCK_KV = (32, 64, 128)
 """Sizes of a key block, which is one tile: an instruction takes 32 tokens, registers hold 128."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseExponential:
-    """An exponential from a table and a cubic: ``base**-i * cubic(f)`` where ``i + f = -x``.
+    """An exponential from a table and a cubic: ``base**-i * cubic(f)`` where ``i + f = -x``."""
 
-    Attributes:
-      coefficients: of the cubic on [0, 1), constant term first.
-      threshold: natural-log units, negative; below it the value is 0.
-      base: ``"e"``, or ``"2"`` where `x` counts powers of two.
-    """
-
-    coefficients: tuple[float, ...]
-    threshold: float
-    base: Literal["e", "2"]
+    coefficients: tuple[float, ...]  # of the cubic on [0, 1), constant term first
+    threshold: float  # natural-log units, negative; below it the value is 0
+    base: Literal["e", "2"]  # ``"e"``, or ``"2"`` where `x` counts powers of two
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How the kernel is laid out on the GPU; results differ by rounding only.
+    """How the kernel is laid out on the GPU; results differ by rounding only."""
 
-    Attributes:
-      rows: queries of one program, a power of two of at least 64.
-      num_warps: warps that share them.
-      num_stages: key blocks in flight.
-    """
-
-    rows: int
-    num_warps: int
-    num_stages: int
+    rows: int  # queries of one program, a power of two of at least 64
+    num_warps: int  # warps that share them
+    num_stages: int  # key blocks in flight
 
 
 def default_tiling(head_dim: int) -> Tiling:

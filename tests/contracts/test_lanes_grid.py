@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.mosaic import axes, lanes
+from pallas_kernels import varying
+from pallas_kernels.mosaic import lanes
 
 
 def test_the_longest_axis_is_cudas_first():
     """Pallas hands axes over in reverse."""
     mesh = lanes._mesh("kernel", {"tile": 70_000, "side": 2}, 1)
-    assert mesh["grid_names"] == axes.all_own(["side", "tile"])
+    assert mesh["grid_names"] == varying.all_own(["side", "tile"])
     assert mesh["grid"] == (2, 70_000)
 
 

@@ -57,7 +57,7 @@ def d_x(x, weight, d_out, activation, gradient="e4m3", implementation="mosaic_gp
 @pytest.mark.parametrize("shape", [(64, 128), (192, 384), (4096, 1024)])
 def test_transposed_weights(shape):
     """To the bit, and zeros beyond the last row."""
-    from pallas_kernels.mosaic.hopper.matmul.expand_transposed import int4_expand_transposed
+    from pallas_kernels.mosaic.hopper.matmul.expand import int4_expand_transposed
 
     weight = random_weight(np.random.default_rng(1), *shape, "e4m3")
     tables = jnp.asarray(mosaic_operands.tables())

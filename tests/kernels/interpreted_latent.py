@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.hopper.latent import ahead, expand, kernel, store
+from pallas_kernels.mosaic.hopper.latent import kernel, tiles
 from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
 from pallas_kernels.mosaic.ring import ROWS
 from tests.kernels import interpreted_pooled as interpreted
@@ -24,7 +24,7 @@ from tests.models import latent_helpers as helpers
 
 
 def stored(x, out, base, first, rows, channel=None):
-    """`store.channels` or `store.numbers` of arrays."""
+    """`kernel.channels` or `kernel.numbers` of arrays."""
     b = base // rows
     is_part = len(out.shape) == (4 if channel is None else 5)
     lead = (b // out.shape[1], b % out.shape[1], 0) if is_part else (b,)
@@ -83,9 +83,9 @@ def install():
     interpreted.install()
     kernel.accumulator = interpreted.Accumulator
     lost.clean = interpreted_prompt.clean
-    store.channels, store.numbers = stored, stored
-    ahead.ask_for = lambda *_: None
-    kernel._expand, expand.Codes.load = expanded, lambda *_: []
+    kernel.channels, kernel.numbers = stored, stored
+    tiles.ask_for = lambda *_: None
+    kernel._expand, kernel.Codes.load = expanded, lambda *_: []
     join.join = joined
     kernel.attend = interpreted.interpreted(kernel.attend)
 

@@ -12,7 +12,7 @@ import pytest
 
 import turbojax as tj
 from pallas_kernels.mosaic import warp as frame
-from pallas_kernels.mosaic.hopper.decode import block, kernel, query
+from pallas_kernels.mosaic.hopper.decode import block, kernel
 from pallas_kernels.mosaic.hopper.decode import types as kernel_types
 from tests.attention.decode_helpers import append, decode, empty, store, tokens
 from tests.oracles import warp
@@ -26,7 +26,7 @@ def signed_byte(x, index):
 @pytest.fixture
 def lanes(monkeypatch):
     """The kernel's modules on arrays of lanes; gives the lane."""
-    for module in (frame, block, kernel, query, kernel_types):
+    for module in (frame, block, kernel, kernel_types):
         monkeypatch.setattr(module, "lane", warp)
     monkeypatch.setattr(warp, "signed_byte", signed_byte, raising=False)
     number = warp.Int(warp.LANES)

@@ -16,19 +16,10 @@ import turbojax as tj
 from pallas_kernels.mosaic import warp as frame
 from pallas_kernels.mosaic.hopper.decode import block as few_block
 from pallas_kernels.mosaic.hopper.decode import frame as few_frame
-from pallas_kernels.mosaic.hopper.decode import inputs as few_inputs
 from pallas_kernels.mosaic.hopper.decode import kernel as few_kernel
-from pallas_kernels.mosaic.hopper.decode import query as few_query
 from pallas_kernels.mosaic.hopper.decode import types as few_types
 from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Shape, SparseExponential
-from pallas_kernels.mosaic.hopper.decode_rows import (
-    block,
-    kernel,
-    operands,
-    products,
-    query,
-    team,
-)
+from pallas_kernels.mosaic.hopper.decode_rows import block, kernel, operands
 from tests.gpu.gpu_helpers import SOFTMAXES, filled, normal
 from tests.oracles import warp
 from tests.oracles.turns import Turns
@@ -38,8 +29,8 @@ from turbojax.caches import cache_by_name
 @pytest.fixture
 def here(monkeypatch):
     """The kernel's modules on arrays of lanes; gives the lane."""
-    few = (few_block, few_kernel, few_query, few_types)
-    for module in (frame, *few, block, kernel, operands, products, query, team):
+    few = (few_block, few_kernel, few_types)
+    for module in (frame, *few, block, kernel, operands):
         monkeypatch.setattr(module, "lane", warp)
     number = warp.Int(warp.LANES)
     g = number >> 2
@@ -114,19 +105,19 @@ def run(
     area = warp.Pointer(np.zeros(block.query_bytes(rows, head_dim), np.uint8))
     queries = block.Queries.of(area, rows, head_dim)
     for number in range(4):
-        query.store_queries(
+        kernel.store_queries(
             a, at, shape, here, queries, widths[0], warp.integer(number), scale, n.unit
         )
-    exchange = warp.Pointer(np.zeros(team.exchange_bytes(size, rows, config.block_kv), np.uint8))
+    exchange = warp.Pointer(np.zeros(block.exchange_bytes(size, rows, config.block_kv), np.uint8))
     step = head_dim + 8
     result = warp.Pointer(np.full(rows * (step + 2) * 4, 0x7F, np.uint8))
     slots = [slot_of(shape, key, value, i) for i in range((length - buffered) // config.block_kv)]
 
     def of_member(number):
-        own = team.Team(size, zero, warp.integer(number), exchange, rows)
+        own = block.Team(size, zero, warp.integer(number), exchange, rows)
         scratch = warp.Pointer(np.zeros(operands.scratch_bytes(head_dim), np.uint8))
         tokens_of = block.Tokens.of(head_dim, config.block_kv, widths[1], own)
-        attended = products.Products(shape, *widths, here, n, tokens_of, queries, scratch, own)
+        attended = kernel.Products(shape, *widths, here, n, tokens_of, queries, scratch, own)
         state = block.State.empty(rows // 16, head_dim // size)
         for i, slot in enumerate(slots):
             scales = [warp.number(x.block_scale[i]) for x in (key, value)]
@@ -326,10 +317,10 @@ class Copies:
 @pytest.fixture
 def programs(here, monkeypatch):
     """What a program needs beside a warp's arithmetic."""
-    for module in (few_inputs, few_frame):
+    for module in (few_frame, few_frame):
         monkeypatch.setattr(module, "lane", warp)
     choose = types.SimpleNamespace(choose=lambda c, a, b: a if c.value.all() else b)
-    monkeypatch.setattr(few_inputs, "Pointer", choose)
+    monkeypatch.setattr(few_frame, "Pointer", choose)
 
     def run(a, ids, s):
         area = np.full(s.warps * s.warp_bytes(a.head_dim), 0x7F, np.uint8)
@@ -362,7 +353,7 @@ def arrays(cache, q, query_length, parts):
     """The call's arrays of one sequence."""
 
     def side(x):
-        return few_inputs.SidePointers(
+        return few_frame.SidePointers(
             codes=tuple(memory(c) for c in x.codes),
             heads=tuple(c.shape[1] for c in x.codes),
             **{
@@ -378,7 +369,7 @@ def arrays(cache, q, query_length, parts):
     kv_heads = cache.num_kv_heads
     rows = heads // kv_heads * tokens
     sizes = (kv_heads * parts * rows * head_dim, kv_heads * parts * rows, kv_heads * parts * rows)
-    return few_inputs.Arrays(
+    return few_frame.Arrays(
         query=memory(q), key=side(cache.key), value=side(cache.value),
         lengths=memory(cache.lengths), buffered=memory(cache.buffer_lengths),
         query_lengths=memory(np.int32([query_length])),

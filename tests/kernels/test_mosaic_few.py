@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mosaic import eight_bits
-from pallas_kernels.mosaic.hopper.matmul import epilogue, few, few_inputs, rounding
+from pallas_kernels.mosaic.hopper.matmul import epilogue, few, rounding
 from pallas_kernels.mosaic.products import int4
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.kernels.test_mosaic_int4 import specification
@@ -124,7 +124,7 @@ def memory(x):
 @pytest.fixture
 def product(monkeypatch):
     """The product of a launch, every program of it emulated."""
-    for module in (few, few_inputs, rounding, eight_bits, epilogue, int4):
+    for module in (few, rounding, eight_bits, epilogue, int4):
         monkeypatch.setattr(module, "lane", warp)
     for module in (few, rounding):
         monkeypatch.setattr(module, "ClusterPointer", programs.ClusterPointer)
@@ -143,7 +143,7 @@ def product(monkeypatch):
         is_e4m3 = weight.scale_dtype == "e4m3"
         out = memory(np.full((count, weight.result_size), np.nan, np.dtype(tokens.dtype)))
         tiles, groups = weight.codes.shape[:2]
-        a = few_inputs.Arrays(
+        a = few.Arrays(
             codes=memory(weight.codes),
             scales=memory(weight.scales),
             tables=memory(mosaic_operands.tables()) if is_e4m3 else None,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mosaic.hopper.matmul import epilogue, grouped, plan
+from pallas_kernels.mosaic.hopper.matmul import epilogue, grouped
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import warp
 from turbojax import _device
@@ -117,18 +117,17 @@ def on_lanes(monkeypatch):
         from_lane=warp.from_lane,
         ballot=warp.ballot,
     )
-    for module in (grouped, plan):
-        monkeypatch.setattr(module, "lane", places)
+    monkeypatch.setattr(grouped, "lane", places)
 
 
 def plan_of(sizes, rows, tile):
     """A plan as a warp makes it."""
-    held = np.full(plan.Plan.size(len(sizes)), -99, np.int32)
+    held = np.full(grouped.Plan.size(len(sizes)), -99, np.int32)
     pointers = [
         warp.Pointer(x.reshape(-1).view(np.uint8)) for x in (np.asarray(sizes, np.int32), held)
     ]
-    plan.make_plan(*pointers, len(sizes), rows, tile)
-    return plan.Plan(held, len(sizes))
+    grouped.make_plan(*pointers, len(sizes), rows, tile)
+    return grouped.Plan(held, len(sizes))
 
 
 @pytest.mark.quick(1, slow=0)
@@ -154,8 +153,8 @@ def test_the_plan_is_the_definitions(experts):
 @pytest.mark.parametrize("sizes", [[3, -1, 4], [3, 10, 14], [2**31 - 1] * 3, [-(2**31)] * 3])
 def test_the_plan_of_sizes_that_are_not_valid(sizes):
     found = plan_of(sizes, 20, 8)
-    assert [found.bound(i) for i in range(3)] == [0, 0, plan.NAN]
-    assert np.isnan(np.array([plan.NAN], np.uint32).view(jnp.bfloat16).astype(float)).all()
+    assert [found.bound(i) for i in range(3)] == [0, 0, grouped.NAN]
+    assert np.isnan(np.array([grouped.NAN], np.uint32).view(jnp.bfloat16).astype(float)).all()
 
 
 @pytest.mark.usefixtures("on_lanes")

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.mosaic import block
 from pallas_kernels.mosaic.products import int4 as operand
-from pallas_kernels.mosaic.products import int4_transposed
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.kernels.test_mosaic_int4 import hopper as hopper
 from tests.kernels.test_mosaic_int4 import specification
@@ -56,9 +56,9 @@ class Memory(warp.Pointer):
 @pytest.fixture
 def on_lanes(monkeypatch):
     monkeypatch.setattr(Memory, "worst", {})
-    for module in (operand, int4_transposed):
+    for module in (operand, block):
         monkeypatch.setattr(module, "lane", warp)
-        monkeypatch.setattr(module, "Pointer", Memory)
+    monkeypatch.setattr(operand, "Pointer", Memory)
     monkeypatch.setattr(warp, "scalar", warp.integer, raising=False)
     monkeypatch.setattr(warp, "special", lambda _: warp.thread(), raising=False)
 
@@ -78,7 +78,7 @@ def test_transposition(monkeypatch, group):
     tables, out = mosaic_operands.tables(), np.zeros(128 * 128, np.uint8)
     for number in range(4):
         monkeypatch.setattr(warp.STATE, "number", number)
-        int4_transposed.expand(tiles_of(codes), bits, tables, group, out)
+        operand.expand_transposed(tiles_of(codes), bits, tables, group, out)
     scale = bits[:, group].reshape(128, 1)
     want = tables[scale, codes[:, 128 * group : 128 * (group + 1)] & 15].T
     place = np.arange(128 * 128)

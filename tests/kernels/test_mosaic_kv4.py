@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mosaic import warp as frame
-from pallas_kernels.mosaic.hopper.paged import inputs, kernel, operands, scaled
+from pallas_kernels.mosaic.hopper.paged import floats, inputs, kernel, scaled
 from tests.attention import test_kv4_decode
 from tests.attention.test_kv4_decode import normal
 from tests.caches import test_k8v4
@@ -92,7 +92,7 @@ def test_what_is_in_flight_fits_shared_memory(kind, head_dim, shape):
 @pytest.fixture
 def lanes(monkeypatch):
     """The kernel's modules on arrays of lanes; gives the lane."""
-    for module in (frame, inputs, kernel, operands, scaled):
+    for module in (frame, floats, inputs, kernel, scaled):
         monkeypatch.setattr(module, "lane", warp)
     number = warp.Int(warp.LANES)
     g = number >> 2

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mosaic.hopper.latent import ahead, expand, kernel, tiles
+from pallas_kernels.mosaic.hopper.latent import kernel, tiles
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.kernels.test_mosaic_prompt import Half, Memory, swizzle
 from tests.models import latent_helpers as helpers
@@ -78,7 +78,7 @@ def lanes(monkeypatch):
     monkeypatch.setattr(warp, "special", lambda name: warp.thread(), raising=False)
     monkeypatch.setattr(warp, "prefetch", prefetched.append, raising=False)
     monkeypatch.setattr(warp, "half", Half)
-    for module in (expand, ahead):
+    for module in (kernel, tiles):
         monkeypatch.setattr(module, "lane", warp)
     monkeypatch.setattr("pallas_kernels.mosaic.hopper.paged_prompt.expand.lane", warp)
 
@@ -100,11 +100,11 @@ def test_tiles_are_expanded_where_the_matrix_unit_finds_them(lanes, name, page_s
     arrays = [Memory(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for x in given]
     tables, rope = given[2:]
     x = types.SimpleNamespace(rope=rope, tables=tables)
-    codes = expand.Codes(x, helpers.codec_of(name), "bfloat16")
+    codes = kernel.Codes(x, helpers.codec_of(name), "bfloat16")
     for tile in range(-(-length // tiles.TILE)):
         slot = np.zeros(2 * 64 * 256 * 2, np.uint8)
         numbers = [warp.integer(n) for n in (1, tile, length)]
-        for share in range(expand.SHARES):
+        for share in range(kernel.SHARES):
             for number in range(4):
 
                 def f(share=share, numbers=numbers, slot=slot):
@@ -129,7 +129,7 @@ def test_all_of_a_tile_is_asked_for_once(lanes, name):
     x = types.SimpleNamespace(latent=latent, rope=rope, tables=tables)
     numbers = [warp.integer(n) for n in (1, 2, 230)]
     for number in range(4):
-        lanes(number, lambda: ahead.asked_for(arrays, numbers, x))
+        lanes(number, lambda: tiles.asked_for(arrays, numbers, x))
     pages = tables[1, 8:12]
     for memory, array in zip(arrays, (latent, rope), strict=False):
         size = array[0].nbytes

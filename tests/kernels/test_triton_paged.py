@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.merge import merge_parts
+from pallas_kernels.triton._merge import merge_parts
 from tests.attention.paged_helpers import (
     KV_DTYPES,
     assert_matches_oracle,

@@ -44,9 +44,9 @@ def append(
         `jit` values outside ``0..T`` act as the nearest bound, and more than `T` as overflow.
       implementation: of a `ProgressiveCache` ``"mosaic_gpu"`` (one token, one kernel), ``"triton"``
         (one token, one kernel for keys and one for values) or ``"xla"``; of a `Kv4Cache` or
-        `K8v4Cache` ``"mosaic_gpu"`` (one kernel; Ada to Blackwell) or ``"xla"``; of pages those of
-        `turbojax.paged.append`; of the others ``"xla"``. None chooses. All store the same bits.
-        Names that only attend are refused.
+        `K8v4Cache` ``"mosaic_gpu"`` (one kernel; compiles for Ada to Blackwell, run only on Hopper)
+        or ``"xla"``; of pages those of `turbojax.paged.append`; of the others ``"xla"``. None
+        chooses. All store the same bits. Names that only attend are refused.
 
     Returns:
       The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed`
@@ -199,14 +199,15 @@ def decode(
         ``"mosaic_gpu"`` (compiles for Ampere to Blackwell, run only on Hopper; for a cache with
         first tokens without a window, and with at most as many queries as the buffer has room for
         besides a block and the first tokens), ``"triton"`` and ``"xla"``. A `Kv4Cache` or
-        `K8v4Cache` has ``"mosaic_gpu"`` (Ada to Blackwell; rounds weights times values' scales, and
-        queries for 8-bit keys, to 22 bits), ``"triton"`` (rounds those to bfloat16, and float32
-        queries for 8-bit keys to 11 bits of a row's largest) and ``"xla"``. Pages have those of
-        `paged_attention`. Exact attention has ``"cudnn"`` (one query per sequence, an output in its
-        own dtype alone, neither window nor cap nor sinks, at most 128 channels), ``"mosaic_gpu"``
-        (Ampere to Blackwell, bfloat16 or float16, 64, 128 or 256 channels, at most 64 queries of a
-        KV head; with a window it reads only that; its gradient is XLA's), ``"xla"``, and
-        ``"repeatable"``: the first but cuDNN, whose last bits may differ from run to run.
+        `K8v4Cache` has ``"mosaic_gpu"`` (compiles for Ada to Blackwell, run only on Hopper; rounds
+        weights times values' scales, and queries for 8-bit keys, to 22 bits), ``"triton"`` (rounds
+        those to bfloat16, and float32 queries for 8-bit keys to 11 bits of a row's largest) and
+        ``"xla"``. Pages have those of `paged_attention`. Exact attention has ``"cudnn"`` (one query
+        per sequence, an output in its own dtype alone, neither window nor cap nor sinks, at most
+        128 channels), ``"mosaic_gpu"`` (compiles for Ampere to Blackwell, run only on Hopper;
+        bfloat16 or float16, 64, 128 or 256 channels, at most 64 queries of a KV head; with a window
+        it reads only that; its gradient is XLA's), ``"xla"``, and ``"repeatable"``: the first but
+        cuDNN, whose last bits may differ from run to run.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:

@@ -1,24 +1,14 @@
 """Append on Hopper: one new token per sequence into int8 buffers, which make blocks when full.
 
+Roofline: a step of 16 sequences moves 50 KB a side, which is negligible: the floor is one launch
+for both sides, 2 to 3 us, the target twice that. Seen on an H200: 1.7 us, with 64 sequences 2.9.
+The launch bounds it.
+
 A program takes one head of one sequence, of keys or of values. Its first warp fixes the universal
 scale if that is still open, rounds the token and stores its codes. The step that fills the buffer
 also compresses its oldest block, or all of it, and moves the rest down, with all warps.
 
-A decode step reads 2 H bytes and writes H bytes per head: with 8 heads and 16 sequences 50 KB a
-side, which is negligible. What it costs is the launch, of which there is one for both sides. A step
-in which all buffers are full reads and writes some 4 MB more, once in as many steps as it flushes
-tokens.
-
-  floor       one launch, 2 to 3 us
-  target      at most twice that
-
-Versions, us of the kernels a step, 8 heads of 128, mean of 64 steps, in one of which all buffers
-are full, H200, jax 0.11.2:          16 sequences   64
-  for Triton: two launches           1.8 + 1.6     2.8 + 1.8
-  v1  one launch                     1.7           2.9
-  v2  a buffer of two blocks: 27 steps, the last of which fills it, and what lies between them take
-      123 us as with one block (16 sequences), 161 and 165 (64):
-      `benchmarks/results/buffers_2026-11-29.json`.
+Roofline in full and versions: `docs/kernels/decode.md`.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,29 +27,16 @@ _WARP = 32
 
 
 class _Program(NamedTuple):
-    """What a program works on.
-
-    Attributes:
-      heads: `K`.
-      row: tokens in the buffer.
-      size: tokens that fill it.
-      flush: how many of them a full buffer compresses.
-      first_tokens: how many stay in the buffer in front of those.
-      buffer: this head's buffer.
-      scale: where this head's universal scale is stored.
-      share: the lane's part of a block of the buffer.
-    """
-
     batch: Int
     head: Int
-    heads: int
-    row: Int
-    size: int
-    flush: int
-    first_tokens: int
-    buffer: Pointer
-    scale: Pointer
-    share: Share
+    heads: int  # `K`
+    row: Int  # tokens in the buffer
+    size: int  # tokens that fill it
+    flush: int  # how many of them a full buffer compresses
+    first_tokens: int  # how many stay in the buffer in front of those
+    buffer: Pointer  # this head's buffer
+    scale: Pointer  # where this head's universal scale is stored
+    share: Share  # the lane's part of a block of the buffer
     memory: Pointer
 
 

@@ -1,95 +1,17 @@
 """Prefill attention on quantized operands (TurboAttention, Algorithm 1), for Hopper.
 
-Roofline, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128, not causal:
-  - operations: 4 * 2 * 32 * 8192**2 * 128 = 2.2 T; at the 1,980 T/s of an H100's 8-bit matrix
-    units 1.11 ms. The exponentials, 16 a clock, take as many clocks, 1,024 for 128 queries by 128
-    keys, and the 8 instructions for each score take 1,050.
-  - bytes: 2 * 8192 * (32 + 2 * 8) * 128 in and 2 * 2 * 8192 * 32 * 128 out, 0.24 GB: 0.08 ms.
-Three units are equally busy, so they must work at the same time. Target: 900 T/s.
+Roofline, for 2 sequences of 8,192 tokens, 32 query heads on 8 of 128 channels, not causal: 2.2 T
+operations, 1.11 ms at the 1,980 T/s of an H100's 8-bit matrix units; the exponentials and the 8
+instructions for each score take as long, bytes 0.08 ms. Three units are equally busy, so they must
+work at the same time. Target: 900 T/s. Seen on an H200, kernel alone: fp8 906, causal 959, int8_fp8
+883 and 920, cuDNN on e4m3 917 and 860. What bounds it: registers that are spilled, by chance, move
+times by 5 to 20 %, and a tile costs 2 us beside its products.
 
 A program takes tiles of 128 queries of one head in turn. One warpgroup copies queries, keys and
 values to shared memory, and quantizes queries that came as they are; two attend with 64 queries
 each, with head dim 64 three.
 
-Versions, same case, H100, jax 0.11.2, blocks of 128, T/s (cuDNN on bfloat16: 687 to 705):
-                                                       int8_fp8     fp8    int8, SAS
-  v1  the weights of one block times its values while
-      the scores of the next are computed; but the
-      compiler serialized all products, because the
-      weights' bytes were written under one                  690      577 *      564 *
-  v2  bytes written when the product is done; products
-      that ignore their accumulator instead of zeroing
-      it; barriers against moving what is in flight          775      807       643
-  v3  persistent programs that copy ahead over tiles, no
-      mask for a first block that is seen, 4 stages
-      (3: 798)                                               818      882       738
-      the same, SAS by the hardware's powers of two          834      838         -
-      causal (cuDNN 647)                                     763      803 **      -
-  v3 in another run (cuDNN 699, causal 643)                       894
-  v4  `Settings.ahead`: the next block's scores under
-      this one's powers of two                               897     966       461 ***
-      causal                                                         902
-  *  with warpgroups that take turns at the matrix units: 572 and not 690 for int8_fp8 then; in v3
-     803 and not 818, 657 and not 738. ** SAS. *** 640 bytes of registers spilled: mode int8 stays
-     with v3. Rows of v4: `benchmarks/results/prefill_versions_2026-11-21.json`.
-
-Whole calls from bfloat16 with quantization, and the kernel alone (which in v5 quantizes queries
-too), H200, jax 0.11.2, T/s; `before` has blocks of 128, v5 of 64: 2 x 8k, causal, 8 x 2k causal,
-and 1 x 32k causal with 16 heads of 64. "cuDNN e4m3" is given e4m3 inputs.
-                              2 x 8k          causal        8 x 2k        32k, 64 wide
-  cuDNN bf16                     691             629           548             480
-  cuDNN e4m3                   1,011             902           667             588
-  v4     fp8                908, 946        825, 893      599, 765        547, 557
-         fp8, blocks of 64                  695, 739      521, 636
-         int8_fp8           845, 884        753, 820      521, 677        531, 541
-  v5  tiles of 128 keys with a scale for each block; every other round of tiles backwards; the next
-      tile's queries in memory, quantized by the warpgroup that copies; capped and hidden scores
-      computed once and put in the place of the products; where a tile is computed anew for its end
-      and not kept (kept: 800 causal and not 950); stores waited for when their memory is needed
-         fp8                918, 934        910, 945      687, 775        644, 649
-         int8_fp8           899, 916        866, 901      658, 743        606, 611
-      with queries quantized before, causal: 911, 1,000
-  Rows: `benchmarks/results/prefill_h200_2026-11-23.json`. Tried in v5 and slower: the second
-  product in pieces of 64 channels, which needs fewer registers and spills more (547); a cubic in
-  place of an eighth or a quarter of the powers of two (893 and not 952; 64 wide 607 and 567, not
-  653); 152 and 56 registers for three and one warpgroups (577). 3 stages: 8 x 2k 702, causal 918;
-  not yet seen elsewhere. Mode int8, SAS, 2 x 8k: 566 with blocks of 64, 703 with 128.
-  v6  256 channels in halves, whose products had no registers; 1 x 8k causal, 16 heads on 8, fp8,
-      kernel alone, us: v5 1,996 (cuDNN bf16 857); v6 760 with 2 stages, 734 with 3, 903 with 4.
-      Zeros up to 64, 128 or 256 channels come from the kernels that quantize, and real channels
-      alone are written: 1 x 8k, 32 heads of 96, 814 to 740 us for the whole call (cuDNN 896).
-  With 128 channels 3 stages, which fp8 has now, are as fast as 4, or faster: fp8, 2 x 8k 936 and
-  871, causal 955 and 950; int8_fp8 899 and 904, causal 910 and 891. cuDNN e4m3 in that run 968 and
-  879; with queries quantized before, fp8 with 4 stages 920 and 971, which 50 us more before it
-  outweigh.
-  Rows: `benchmarks/results/default_versions_2026-11-23.json`.
-  v7  `Settings.in_turns`. Two warpgroups that begin together stay together: both compute
-      exponentials (1,056 clocks of the unit), then both multiply (512), then both add outputs and
-      subtract maxima (some 500 instructions): 2,000 clocks. In turns one multiplies while the other
-      computes exponentials: predicted 1,200 to 1,500. Seen, kernel alone, T/s, v6 and v7 (two
-      equal launches of a run differ by up to 4 %), cuDNN e4m3 in that run 917 and 860:
-                           2 x 8k       causal      8 x 2k    32k, 64 wide   8k, 256 wide
-         fp8            867 and 906   965 and 959  770 and 768  632 and 389    720 and 806
-         int8_fp8       853 and 883   889 and 920  720 and 761  591 and 387    753 and 812
-      Six of each in turn, fp8, means: 2 x 8k 841 and 882, causal 944 and 929.
-      64 wide, two warpgroups that work ahead in turns 578, three that work ahead on tiles of 64
-      keys 569, in turns 538. Mode int8 with blocks of 64, 2 x 8k 575, in turns 502, ahead in turns
-      553. So turns are for 128 channels or more, with weights in e4m3, and for 256.
-  Rows: `benchmarks/results/prompt_launches_2026-11-24.json`.
-Segments, 2 sequences of 8,192 tokens packed from 8 of 1,024 each, 32 heads on 8 of 128, causal,
-  fp8, H200, kernel alone, us: 275, of the 16 sequences by themselves 229, without segments 1,157.
-  Whole calls 316, 264 and 1,190 (cuDNN bf16 by themselves 288, without segments 1,933). 16 segments
-  of 118 to 3,209 tokens in 16,384, of which 11 % is visible: 438, without segments 2,385. That was
-  before tiles came in `segments.order` and `_SPLITS`.
-What bounds v5: which registers are spilled, by chance, moves times by 5 to 20 %. A tile costs 2 us
-  beside its products (8 x 2k: of 11), filling and emptying the pipeline. A window of 1,024 keys at
-  2 x 8k reaches 73 % of the causal rate for what is visible, a soft cap (a hyperbolic tangent
-  beside each power of two) 70 %.
-What bounds v3: leaving out the powers of two (1,093 T/s), the maxima (908), the sums of outputs
-(965), or all of them (1,915) says that no unit is full, and that a warpgroup's phases (product,
-maximum, powers, product) follow each other. v4 answers that, and spills 60 (fp8) to 108 bytes
-(int8_fp8). Left: `ex2.approx.f16x2` is two instructions of the unit, not one; integer scores that
-are read as floats cost as many moves as they save conversions.
+Roofline in full and versions: `docs/kernels/attention.md`.
 """
 
 import dataclasses
@@ -253,10 +175,6 @@ def _copy_keys(work: Work, slot: jax.Array, x: _Inputs, y: _Memory, s: Settings)
         return ring.next_slot(slot, s.stages)
 
     return lax.fori_loop(work.blocks.begin, work.blocks.end, block, slot)
-
-
-def _full(x: float, shape: tuple[int, ...], layout: Any, dtype: Any = jnp.float32) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(shape, x, dtype), layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -468,19 +386,33 @@ class _Consumer:
             return unit
         return jnp.where(unit == 0, 0.0, unit * self.scales[1][(*self.at, j)])
 
+    def first_scores(self, slot: jax.Array) -> tuple[Any, ...]:
+        """The first block's factors, words of its bias, and its products."""
+        factors = self.factors(self.blocks.begin)
+        added = self.added(self.blocks.begin)
+        self.wait_for_key(self.blocks.begin, slot)
+        scores = self.scores(slot)
+        plgpu.wgmma_wait(0)
+        self.multiplied(slot)
+        return factors, added, scores
+
+    def over_rest(self, step: Callable[..., Any], carry: tuple[jax.Array, ...]) -> Any:
+        """Calls ``step(j, carry, is_masked)`` for all blocks but the first."""
+        blocks = self.blocks
+        masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
+        if self.s.hides_first:
+            carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
+        carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
+        return lax.fori_loop(blocks.outer, blocks.end, masked, carry)
+
     def run(self, slot: jax.Array) -> _Found:
         """Attends to all blocks, from `slot` on: output in parts, maxima, sums, next slot."""
         s, blocks = self.s, self.blocks
         head_dim = self.buffers[1].shape[1]
 
-        factors = self.factors(blocks.begin)
-        added = self.added(blocks.begin)
-        self.wait_for_key(blocks.begin, slot)
-        scores = self.scores(slot)
-        plgpu.wgmma_wait(0)
-        self.multiplied(slot)
-        m, l = _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW)
-        alpha, unit = _full(1.0, (ROWS,), ROW), _full(0.0, (ROWS,), ROW)
+        factors, added, scores = self.first_scores(slot)
+        m, l = ring.full(-jnp.inf, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW)
+        alpha, unit = ring.full(1.0, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW)
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
             y, c = self.seen(scores, blocks.begin, factors, slot, is_masked, added)
@@ -494,9 +426,9 @@ class _Consumer:
         plgpu.barrier_wait(self.ready[1].at[slot])
         self.turns.hand_on()
         p = self.pack(p)
-        o = _full(0.0, (ROWS, head_dim), _MATRIX)
+        o = ring.full(0.0, (ROWS, head_dim), _MATRIX)
         dtype = jnp.int32 if s.mode == "int8" else jnp.float32
-        product = _full(0, (ROWS, head_dim), _MATRIX, dtype)
+        product = ring.full(0, (ROWS, head_dim), _MATRIX, dtype)
 
         def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
             o, product, alpha, unit, m, l, next_alpha, next_unit, p, before, slot, *added = carry
@@ -525,11 +457,7 @@ class _Consumer:
 
         carry = (o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following)
         carry = (*carry, *self.added(blocks.begin, 1))
-        masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
-        if s.hides_first:
-            carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
-        carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
-        carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
+        carry = self.over_rest(step, carry)
         o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following, *_ = carry
         plgpu.barrier_arrive(self.query_free)
         unit_of_last = self.value_unit(next_unit, blocks.end - 1)
@@ -545,14 +473,11 @@ class _Consumer:
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
             y, c = self.seen(scores, blocks.begin, factors, slot, is_masked, added)
-            return self.softmax(y, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), c)
+            return self.softmax(
+                y, ring.full(-jnp.inf, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW), c
+            )
 
-        factors = self.factors(blocks.begin)
-        added = self.added(blocks.begin)
-        self.wait_for_key(blocks.begin, slot)
-        scores = self.scores(slot)
-        plgpu.wgmma_wait(0)
-        self.multiplied(slot)
+        factors, added, scores = self.first_scores(slot)
         p, m, l, alpha, unit = lax.cond(
             blocks.full_first, lambda: first(False), lambda: first(True)
         )
@@ -561,7 +486,7 @@ class _Consumer:
         plgpu.barrier_wait(self.ready[1].at[slot])
         self.turns.hand_on()
         p = self.pack(p)
-        left = right = _full(0.0, (ROWS, _PART), _MATRIX)
+        left = right = ring.full(0.0, (ROWS, _PART), _MATRIX)
 
         def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
             """Outputs of block ``j - 1``, scores of `j`."""
@@ -590,11 +515,7 @@ class _Consumer:
             return left, right, next_alpha, unit, m, l, p, slot, following
 
         carry = (left, right, alpha, unit, m, l, p, slot, following)
-        masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
-        if s.hides_first:
-            carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
-        carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
-        carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
+        carry = self.over_rest(step, carry)
         left, right, alpha, unit, m, l, p, slot, following = carry
         plgpu.barrier_arrive(self.query_free)
         unit = self.value_unit(unit, blocks.end - 1)
@@ -623,19 +544,14 @@ class _Consumer:
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
             y, c = self.seen(scores, blocks.begin, factors, slot, is_masked, added)
-            top, m, alpha = self.maxima(y, _full(-jnp.inf, (ROWS,), ROW), c)
+            top, m, alpha = self.maxima(y, ring.full(-jnp.inf, (ROWS,), ROW), c)
             return self.arguments(y, m, c), top, m, alpha
 
-        factors = self.factors(blocks.begin)
-        added = self.added(blocks.begin)
-        self.wait_for_key(blocks.begin, slot)
-        scores = self.scores(slot)
-        plgpu.wgmma_wait(0)
-        self.multiplied(slot)
+        factors, added, scores = self.first_scores(slot)
         x, top, m, alpha = lax.cond(blocks.full_first, lambda: first(False), lambda: first(True))
         following = ring.next_slot(slot, s.stages)
         self.wait_for_key(blocks.begin + 1, following)
-        o, l = _full(0.0, (ROWS, head_dim), _MATRIX), _full(0.0, (ROWS,), ROW)
+        o, l = ring.full(0.0, (ROWS, head_dim), _MATRIX), ring.full(0.0, (ROWS,), ROW)
 
         def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
             """Weights of block ``j - 1``, scores of `j`."""
@@ -668,11 +584,7 @@ class _Consumer:
             return o, l, x, top, m, next_alpha, slot, following
 
         carry = (o, l, x, top, m, alpha, slot, following)
-        masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
-        if s.hides_first:
-            carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
-        carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
-        carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
+        carry = self.over_rest(step, carry)
         o, l, x, top, m, alpha, slot, following = carry
         plgpu.barrier_arrive(self.query_free)
         self.turns.wait()

@@ -1,23 +1,13 @@
 """Compress on Hopper: a prompt's keys and values to stage-1 and stage-2 codes, in one launch.
 
+Roofline, for a value of bfloat16 at 4 bits: 2.5 bytes, 3.5 with the codes for attention, and about
+18 operations, 0.6 ps each on an H200. Target: 60 % of the copy bandwidth. Seen: 2.8 TB/s, 66 % of a
+copy; with codes of 8 bits 3.1. Memory and arithmetic bound it alike.
+
 A program takes one block of one head of one sequence, of keys or of values: it loads the block
 once, finds its scale, rounds, finds the channels' scales, rounds again, packs and stores.
 
-Per value of bfloat16 at 4 bits, blocks of 64 and head dim 128:
-
-  bytes       2 read, 0.5 + 2/64 written, 1 more with the codes for attention: 2.5 or 3.5
-  operations  about 18: unpacking 1, maximum 1, stage 1 2.75, extremes 1.5, stage 2 7.75, packing 2,
-              shared memory 1; and a channel's scales, once in 64
-  floor       H200: 2.5 bytes at 4.3 TB/s are 0.59 ps, 18 operations at 30 T/s 0.6 ps
-  target      60 % of the copy bandwidth, 2.6 TB/s
-
-Versions, us of the kernels, keys and values, 8 heads of 128, H200, jax 0.11.2:
-                                         4 x 32k   2 x 8k with codes for attention, int8   e4m3
-  for Triton: two launches                   326                                    54.1   59.4
-  v1  one launch                             238                                    38.3   37.9
-Blocks that begin after the first token, which stays in the buffer, are read where they are: a copy
-of keys and values without it took 42 us more at 2 x 8k, 23 at 8 x 1k.
-v1 moves 2.8 TB/s, 66 % of a copy; with codes of 8 bits 3.1. Registers: 96, with keys in e4m3 128.
+Roofline in full and versions: `docs/kernels/decode.md`.
 """
 
 import dataclasses
@@ -38,23 +28,15 @@ from pallas_kernels.mosaic.stage2 import Arrays, Layout, Target
 
 
 class Prompt(NamedTuple):
-    """One side of a prompt, and where its blocks go.
+    """One side of a prompt, and where its blocks go."""
 
-    Attributes:
-      x: bfloat16, float16 or float32 ``[B, S, K, H]``.
-      slots: int32 ``[B, K]``, each head's place among the slots of `codes`.
-      codes: uint8, one array for each width, see `pallas_kernels.mosaic.stage2.Arrays`.
-      channel_scale: int8 ``[B, K, n, H]``.
-      channel_zero: int8 ``[B, K, n, H]``.
-      block_scale: float32 ``[B, K, n]``.
-    """
-
-    x: jax.Array
-    slots: jax.Array
+    x: jax.Array  # bfloat16, float16 or float32 ``[B, S, K, H]``
+    slots: jax.Array  # int32 ``[B, K]``, each head's place among the slots of `codes`
+    # Uint8, one array for each width, see `pallas_kernels.mosaic.stage2.Arrays`.
     codes: tuple[jax.Array, ...]
-    channel_scale: jax.Array
-    channel_zero: jax.Array
-    block_scale: jax.Array
+    channel_scale: jax.Array  # int8 ``[B, K, n, H]``
+    channel_zero: jax.Array  # int8 ``[B, K, n, H]``
+    block_scale: jax.Array  # float32 ``[B, K, n]``
 
     @property
     def state(self) -> list[jax.Array]:
@@ -63,23 +45,12 @@ class Prompt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """One side's static settings.
-
-    Attributes:
-      layout: of a stored block.
-      stored: how many blocks there is room for.
-      operand: the codes for attention, or only the blocks' place in the prompt.
-      has_operand: which of the two.
-      every_block: whether to find the maxima of blocks that are not stored, too.
-      begin: the first token of the first block.
-    """
-
-    layout: Layout
-    stored: int
-    operand: Codes
-    has_operand: bool
-    every_block: bool
-    begin: int
+    layout: Layout  # of a stored block
+    stored: int  # how many blocks there is room for
+    operand: Codes  # the codes for attention, or only the blocks' place in the prompt
+    has_operand: bool  # which of the two
+    every_block: bool  # whether to find the maxima of blocks that are not stored, too
+    begin: int  # the first token of the first block
 
     @classmethod
     def of(

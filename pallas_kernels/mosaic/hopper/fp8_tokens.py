@@ -1,23 +1,15 @@
 """Tokens to e4m3 with a scale each, as they are or normalized first (FireQ), for Hopper.
 
-Roofline, for 16,384 tokens of 4,096 channels, bfloat16, normalized or not:
-  - bytes that must move: 134 MB read, 67 MB written: 47 us at the 4.3 TB/s that a copy reaches on
-    an H200, 67 at an H100's 3.0. For 16 tokens 0.2 MB, which is nothing: what remains is a launch,
-    two trips to memory and, normalized, two meetings of a program's warps.
-  - instructions of a lane for a value: 1 to unpack, 0.6 for the maximum (two values of 16 bits at
-    once, as integers), 1.6 for the code; normalized 5 more. 0.2 to 0.5 G: 7 to 18 us of all lanes.
-Target: 52 and 58 us; 1.6 and 2.0 us for 16 tokens.
+Roofline, for 16,384 tokens of 4,096 channels, bfloat16: 201 MB, 47 us at the 4.3 TB/s of a copy on
+an H200, and 7 to 18 us of instructions; for 16 tokens a launch and two trips to memory. Target: 52
+us, normalized 58; 1.6 and 2.0 us for 16 tokens. Seen: 8,192 tokens 24.6 and 28.1 us (floor 24), 16
+tokens 1.6. Memory bounds it.
 
 A program takes one token. Its lanes hold all of it, in runs of up to eight channels, as words of
 its dtype: it is read once. Whether there is NaN or infinity among them shows in the maximum: bits
 of absolute values are in the order of the values, beyond all of which these are.
 
-H200, jax 0.11.2, device time, us, tokens of 4,096 channels (the floor of 8,192 is 24):
-                          16 tokens        1,024          8,192
-                        plain   norm    plain  norm    plain   norm
-  XLA                    3.8     4.8                    63      99
-  Triton                 1.9     2.2     5.6    6.8     28.1    34.1
-  v1  as above           1.6     1.6     4.4    6.2     24.6    28.1
+Roofline in full and versions: `docs/kernels/matmul.md`.
 """
 
 import dataclasses
@@ -29,8 +21,7 @@ from pallas_kernels.mosaic import eight_bits, lane, lanes
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 NAME = "turbojax_fp8_tokens_hopper"
-LARGEST = 2**15
-"""The most channels that a program holds."""
+LARGEST = 2**15  # the most channels that a program holds
 
 _LANES = 32
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -38,21 +29,11 @@ _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
-
-    Attributes:
-      channels: of a token, `K`, at most `LARGEST`.
-      dtype: of the tokens, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-      norm_dtype: of the channels' factors, one of these; None if there are no factors.
-      eps: added to the mean square; None for factors alone, without a norm.
-      warpgroups: of a program, 1 to 4.
-    """
-
-    channels: int
-    dtype: str
-    norm_dtype: str | None
-    eps: float | None
-    warpgroups: int
+    channels: int  # of a token, `K`, at most `LARGEST`
+    dtype: str  # of the tokens, ``"bfloat16"``, ``"float16"`` or ``"float32"``
+    norm_dtype: str | None  # of the channels' factors, one of these; None if there are no factors
+    eps: float | None  # added to the mean square; None for factors alone, without a norm
+    warpgroups: int  # of a program, 1 to 4
 
     @property
     def run(self) -> int:

@@ -1,34 +1,27 @@
 """New tokens to caches of codes with a scale for each token (KV4, K8V4), for Hopper, in one launch.
 
-Roofline, for one token of each of 64 sequences, 8 KV heads, head dim 128, bfloat16:
-  - bytes that must move: 64 * 8 heads * 2 sides * (256 read + 66 written) = 0.33 MB: nothing.
-  - instructions: 1,024 vectors of some 150 for a warp each: nothing.
-  A launch, and a chain of two loads, a maximum over the warp and the stores: some 3 us.
-Target: 3 us, where XLA takes a dozen kernels.
-For 4 sequences of 256 tokens: 16,384 vectors, 5.3 MB: 1.2 us at the 4.3 TB/s of a copy on an H200.
+Roofline: one token of each of 64 sequences, 8 KV heads of 128, moves 0.33 MB, which is nothing: a
+launch, and a chain of two loads, a maximum over the warp and the stores. Target: 3 us. Seen on an
+H200: 1.8 us for K8V4; 4 sequences of 256 tokens, 1.2 us of memory, 5.2 to 6.5.
 
 A warp takes a vector at a time: a lane four channels and the four that lie half a head later, which
 share a word of codes. A sequence of few new tokens is one program's, which reads its length, and
 writes the new one after all of its warps have read it; many tokens are shared out to programs, and
 lengths are counted by the caller.
 
-Versions, H200, jax 0.11.2, us of an append in a scan, with what adds to lengths around it (XLA):
-  KV4     64 x 1 token 3.2 (11.0), 16 x 8 tokens 4.7 (11.7), 4 x 256 tokens 8.1 (15.2)
-  K8V4    3.3 (12.6), 4.3 (13.2), 6.8 (16.4); the kernel alone 1.8, 2.7 to 3.1, 5.2 to 6.5
-Rows: `benchmarks/results/bytes_versions_2026-11-24.json`.
-
 The bits are those of `turbojax.caches.token_scaled.codes`: scales are rounded to bfloat16
 first, and a code is settled by comparisons of numbers that float32 holds exactly.
+
+Roofline in full and versions: `docs/kernels/paged.md`.
 """
 
 import dataclasses
 import functools
-import struct
 from collections.abc import Sequence
 
 import jax
 
-from pallas_kernels.layouts import E4M3_MAX
+from pallas_kernels.layouts import E4M3_MAX, float32
 from pallas_kernels.mosaic import lane, lanes, warp
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
@@ -45,25 +38,13 @@ _FEW, _MOST_WARPS, _SHARED_WARPS = 64, 32, 8
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
-
-    Attributes:
-      dtype: of the vectors, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-      has_e4m3_keys: whether keys are e4m3, not 4-bit codes.
-      tokens: of a sequence in this call, `T`.
-      heads: `K`.
-      head_dim: `H`, a multiple of 8.
-      rows: of a sequence and head, `S`.
-      max_length: tokens that a sequence may have.
-    """
-
-    dtype: str
-    has_e4m3_keys: bool
-    tokens: int
-    heads: int
-    head_dim: int
-    rows: int
-    max_length: int
+    dtype: str  # of the vectors, ``"bfloat16"``, ``"float16"`` or ``"float32"``
+    has_e4m3_keys: bool  # whether keys are e4m3, not 4-bit codes
+    tokens: int  # of a sequence in this call, `T`
+    heads: int  # `K`
+    head_dim: int  # `H`, a multiple of 8
+    rows: int  # of a sequence and head, `S`
+    max_length: int  # tokens that a sequence may have
 
     @property
     def vectors(self) -> int:
@@ -197,10 +178,6 @@ def _load(at: Pointer, s: Settings) -> tuple[list[Float], list[Float]]:
     return low, high
 
 
-def _reciprocal(x: float) -> float:
-    return float(struct.unpack("<f", struct.pack("<f", 1 / x))[0])
-
-
 def _rounded(x: Float) -> Int:
     """Bits of a positive number, rounded to bfloat16."""
     bits = x.as_int()
@@ -209,25 +186,16 @@ def _rounded(x: Float) -> Int:
 
 def _code_scale(top: Int) -> Float:
     """The scale of 4-bit codes, from the bits of the largest magnitude."""
-    bits = _rounded(top.as_float() * _reciprocal(_LARGEST_CODE))
+    bits = _rounded(top.as_float() * float32(1 / _LARGEST_CODE))
     return (bits < _TINY).where(_ONE, bits).as_float()
 
 
 def _e4m3_scale(top: Int) -> Float:
     """The scale of e4m3: at least the smallest normal number; 1 if the maximum is below that."""
-    bits = (top.as_float() * _reciprocal(E4M3_MAX)).as_int().maximum(_TINY)
+    bits = (top.as_float() * float32(1 / E4M3_MAX)).as_int().maximum(_TINY)
     return (top < _TINY).where(_ONE, _rounded(bits.as_float())).as_float()
 
 
 def _code(x: Float, scale: Float, inverse: Float) -> Int:
     """``rint(x / scale)``, clipped to -8 .. 7."""
-    low, high = lane.number(-_LARGEST_CODE - 1.0), lane.number(float(_LARGEST_CODE))
-    shifted = lane.minimum(lane.maximum(x * inverse, low), high) + lane.ROUNDER
-    code, guess = shifted.as_int() - 0x4B400000, shifted - lane.ROUNDER
-    rest, half = x - guess * scale, scale * 0.5
-    is_odd = (code & 1).equals(1)
-    above = (rest > half) | (is_odd & rest.equals(half))
-    below = (rest < -half) | (is_odd & rest.equals(-half))
-    one = lane.integer(1)
-    code = code + above.where(one, 0) - below.where(one, 0)
-    return code.maximum(-_LARGEST_CODE - 1).minimum(_LARGEST_CODE)
+    return warp.settled_code(x, x * inverse, scale, -_LARGEST_CODE - 1, _LARGEST_CODE)

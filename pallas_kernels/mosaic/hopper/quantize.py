@@ -1,28 +1,15 @@
 """Stage 1 of attention on Hopper: queries, keys and values to 8 bits, in the order of its products.
 
+Roofline, for 2 sequences of 8,192 tokens, 8 KV heads of 128, bfloat16: 0.10 GB, 23.5 us at the 4.3
+TB/s of a copy on an H200; some 6 operations a value, 6 us. Target: 28 us, 85 %. Seen: 24.9 us in
+int8, 94 % of a copy, and 32.2 in e4m3, which reads values twice. Memory bounds it.
+
 A program takes one block of one head of one sequence: it loads the block once, finds its scale,
 rounds and stores. One launch has programs for keys and for values. Values in e4m3 share one scale
 per sequence and head: then programs of the first launch find their maxima, after the keys, so that
 the second finds in the L2 cache what they read.
 
-Bytes, 2 sequences of 8192 tokens, 8 KV heads, head dim 128, bfloat16:
-
-  keys        34 MB read, 17 written
-  values      34 and 17; in e4m3 34 more, from the L2 cache
-  operations  some 6 a value (unpacking 1, selection 0.5, maximum 1, code 2, packing 1, transposing
-              0.5), 0.2 G: 6 us of all lanes, under the bytes
-  floor       H200, whose copies reach 4.3 TB/s: 0.10 GB are 23.5 us
-  target      28 us, 85 %
-
-Versions, us of the kernels, keys and values, blocks of 64, H200, jax 0.11.2:
-                                         2 x 8k, int8   e4m3   8 x 2k, int8   e4m3   1 x 32k, e4m3
-  for Triton: 2 launches, 3 in e4m3              40.5   37.8           40.9   38.5            87.8
-  v1  1 launch, 2; a warpgroup a block           24.9   32.2           24.7   32.0            67.9
-v1 in int8 moves 4.05 TB/s, 94 % of a copy. A block by two warpgroups: 25.5 and 32.6. Blocks of
-128: 28.0 by two, 25.7 by one, whose lanes hold 128 values each (Triton 44.5). Head dim 64, e4m3:
-16.8 (22.7). Queries of 2 x 8k with 32 heads: int8 48.4, e4m3 49.0, 4.1 TB/s (63.5 and 54.0).
-Values that the second launch reads from the last block back, of which the L2 cache has most, take
-10.6 and not 11.4. Codes by `eight_bits.exact_code` in a branch took 255 registers in place of 96.
+Roofline in full and versions: `docs/kernels/attention.md`.
 """
 
 import dataclasses
@@ -54,36 +41,21 @@ def unsupported(x: jax.Array, block: int) -> str | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """What a program works on.
-
-    Attributes:
-      pair: ``batch * K + head``.
-      number: of the block among those of the pair.
-      x: the pair's first token.
-      length: tokens of the sequence that count.
-    """
-
-    pair: Int
-    number: Int
-    x: Pointer
-    length: Int
+    pair: Int  # ``batch * K + head``
+    number: Int  # of the block among those of the pair
+    x: Pointer  # the pair's first token
+    length: Int  # tokens of the sequence that count
     share: Share
     memory: Pointer
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Blocks that programs take, one each: static. Subclasses have `outputs` and `run`.
+    """Blocks that programs take, one each: static. Subclasses have `outputs` and `run`."""
 
-    Attributes:
-      shape: of the tensor, ``[B, S, K, H]``.
-      block: as a program holds it.
-      count: blocks, or runs of them, of a sequence.
-    """
-
-    shape: tuple[int, ...]
-    block: Block
-    count: int
+    shape: tuple[int, ...]  # of the tensor, ``[B, S, K, H]``
+    block: Block  # as a program holds it
+    count: int  # blocks, or runs of them, of a sequence
 
     @property
     def programs(self) -> int:
@@ -114,17 +86,12 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Codes(Work):
-    """Turns blocks to codes; see `quantize`.
+    """Turns blocks to codes; see `quantize`."""
 
-    Attributes:
-      is_int8: int8 or e4m3.
-      maxima: how many are given for each sequence and head, 0 if each block has its own.
-    """
-
-    is_int8: bool
+    is_int8: bool  # int8 or e4m3
     tokens_last: bool = False
     permuted: bool = False
-    maxima: int = 0
+    maxima: int = 0  # how many are given for each sequence and head, 0 if each block has its own
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:

@@ -27,19 +27,37 @@ class Segments(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """For each of a row's tiles, in tokens of the other side: int32 numbers, or arrays of them.
+    """For each of a row's tiles, in tokens of the other side: int32 numbers, or arrays of them."""
 
-    Attributes:
-      start: no token before it has an id of the tile, or is within bounds of it.
-      stop: no token from there on has, or is.
-      full_start: all tokens from there to `full_stop` are of the tile's only segment, or within
-        the bounds of all.
-    """
-
-    start: jax.Array
-    stop: jax.Array
+    start: jax.Array  # no token before it has an id of the tile, or is within bounds of it
+    stop: jax.Array  # no token from there on has, or is
+    # All tokens from there to `full_stop` are of the tile's only segment, or within the bounds of
+    # all.
     full_start: jax.Array
     full_stop: jax.Array
+
+
+def visible(
+    first: jax.Array,
+    last: jax.Array,
+    length: jax.Array,
+    before: int | None,
+    after: int | None,
+    segments: Bounds | None,
+) -> Bounds:
+    """What positions `first` to `last` see of `length` others: `before` back and `after` ahead."""
+    start, stop, full_start, full_stop = jnp.int32(0), length, jnp.int32(0), length
+    if after is not None:
+        stop = jnp.minimum(stop, last + (after + 1))
+        full_stop = jnp.minimum(full_stop, first + (after + 1))
+    if before is not None:
+        start = jnp.maximum(first - before, 0)
+        full_start = jnp.maximum(last - before, 0)
+    if segments is not None:
+        start, stop = jnp.maximum(start, segments.start), jnp.minimum(stop, segments.stop)
+        full_start = jnp.maximum(full_start, segments.full_start)
+        full_stop = jnp.minimum(full_stop, segments.full_stop)
+    return Bounds(start, stop, full_start, full_stop)
 
 
 def bounds(

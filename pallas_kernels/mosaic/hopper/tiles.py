@@ -8,44 +8,31 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic.hopper.segments import Bounds
+from pallas_kernels.mosaic.hopper.segments import Bounds, visible
 from pallas_kernels.mosaic.ring import ROWS
 from pallas_kernels.mosaic.softmax import Exponential, Policy
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """An attention call's static settings.
-
-    Attributes:
-      mode: ``"int8"``, ``"int8_fp8"`` or ``"fp8"``.
-      exponential: the softmax's.
-      block_q: query tokens that share a scale, a multiple of 64.
-      block_kv: key tokens that share a scale, 64 or 128.
-      stages: key and value blocks in shared memory.
-      ahead: whether a tile's scores are computed during the exponentials of the one before.
-      tile: key tokens that are attended to at once, `block_kv` or, with `ahead` and weights in
-        e4m3, a multiple of it.
-      consumers: warpgroups that attend, with 64 queries each.
-      in_turns: whether they compute exponentials in turns, see `ring.Turns`.
-      has_segments: whether queries see only keys of their own segment, or within their own bounds.
-      programs: how many run side by side, one to a multiprocessor.
-    """
-
-    mode: str
-    exponential: Exponential
-    block_q: int
-    block_kv: int
+    mode: str  # ``"int8"``, ``"int8_fp8"`` or ``"fp8"``
+    exponential: Exponential  # the softmax's
+    block_q: int  # query tokens that share a scale, a multiple of 64
+    block_kv: int  # key tokens that share a scale, 64 or 128
     scale: float
     is_causal: bool
     window: tuple[int, int] | None
     soft_cap: float | None
-    stages: int = 4
-    programs: int = 132
+    stages: int = 4  # key and value blocks in shared memory
+    programs: int = 132  # how many run side by side, one to a multiprocessor
+    # Whether a tile's scores are computed during the exponentials of the one before.
     ahead: bool = False
+    # Key tokens that are attended to at once, `block_kv` or, with `ahead` and weights in e4m3, a
+    # multiple of it.
     tile: int = 128
-    consumers: int = 2
-    in_turns: bool = False
+    consumers: int = 2  # warpgroups that attend, with 64 queries each
+    in_turns: bool = False  # whether they compute exponentials in turns, see `ring.Turns`
+    # Whether queries see only keys of their own segment, or within their own bounds.
     has_segments: bool = False
     has_slopes: bool = False
     has_bias: bool = False
@@ -100,17 +87,8 @@ def _span(first: jax.Array, length: jax.Array, s: Settings, segments: Bounds | N
     """
     p = s.policy
     last = first + s.rows - 1
-    start, stop, full_start, full_stop = jnp.int32(0), length, jnp.int32(0), length
-    if p.right is not None:
-        stop = jnp.minimum(stop, last + (p.right + 1))
-        full_stop = jnp.minimum(full_stop, first + (p.right + 1))
-    if p.left is not None:
-        start = jnp.maximum(first - p.left, 0)
-        full_start = jnp.maximum(last - p.left, 0)
-    if segments is not None:
-        start, stop = jnp.maximum(start, segments.start), jnp.minimum(stop, segments.stop)
-        full_start = jnp.maximum(full_start, segments.full_start)
-        full_stop = jnp.minimum(full_stop, segments.full_stop)
+    seen = visible(first, last, length, p.left, p.right, segments)
+    start, stop, full_start, full_stop = seen
     block = jnp.int32(s.tile)
     end = lax.div(stop + (block - 1), block)
     begin = lax.div(start, block)

@@ -17,8 +17,7 @@ from pallas_kernels.mosaic.lane.half import pack
 from pallas_kernels.mosaic.lane.instructions import special
 from pallas_kernels.mosaic.lane.numbers import Float, Int, f32, i32, ir
 
-ROWS = 64
-"""Rows of a warpgroup: the height of a matrix instruction."""
+ROWS = 64  # rows of a warpgroup: the height of a matrix instruction
 
 
 def row_and_place() -> tuple[Int, Int]:

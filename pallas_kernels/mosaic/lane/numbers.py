@@ -51,8 +51,6 @@ def _compare_float(name: str) -> Callable[["Float", "Float | float"], "Bool"]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bool:
-    """A predicate."""
-
     value: Any
 
     def __and__(self, other: "Bool") -> "Bool":
@@ -132,8 +130,6 @@ class Int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Float:
-    """A float32."""
-
     value: Any
 
     def __add__(self, other: "Float | float") -> "Float":

@@ -10,19 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.block import transposed
 from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
 
-GROUP = 128
-"""Inputs that share a scale."""
+GROUP = 128  # inputs that share a scale
 ROW_BYTES = GROUP // 2
 # e4m3 of 0 .. 7 and of -8 .. -1.
 _INTEGERS = (0x44403800, 0x4E4C4A48, 0xCACCCED0, 0xB8C0C4C8)
 _MAGNITUDES = 0x7F7F7F7F
 TABLE_BYTES = 16
-CHUNK = 256
-"""Bytes of a row as a tile of 64 rows is copied: 16 such rows, as longer rows are fewer."""
-TABLES = 128
-"""Scales are e4m3 without a sign; each has a table of 16 products."""
+CHUNK = 256  # bytes of a row as a tile of 64 rows is copied: 16 such rows, as longer rows are fewer
+TABLES = 128  # scales are e4m3 without a sign; each has a table of 16 products
 
 
 def chunks(codes: Any) -> Any:
@@ -149,3 +147,53 @@ def expand(codes: Any, scales: Any, tables: Any, first: Any, out: Any) -> None:
         for i, word in enumerate(words):
             place = (at * GROUP) + ((((at & 7) ^ i) << 4) + (t << 2))
             Pointer.to(out).at(place).store(word)
+
+
+# Transposed ---------------------------------------------------------------------------------------
+# A product of 8-bit operands sums along the bytes of both. So the product with a weight's outputs,
+# that of a gradient, needs the weight with its outputs last, and no matrix instruction transposes
+# 8-bit numbers. A lane takes four rows, converts 32 codes of each, and transposes four times four
+# bytes by eight permutations.
+
+MOST_ROWS = 128  # rows that a warpgroup transposes at a time
+_EACH = 4
+
+
+def expand_transposed(codes: Any, scales: Any, tables: Any, group: Any, out: Any) -> None:
+    """128 rows of a group of 128 inputs as e4m3 ``[inputs, rows]``.
+
+    A warp's lanes store one input's 128 bytes, or four parts of four such lines. The places `t` of
+    neighbouring lanes differ, and every other lane of eight takes its rows in swapped pairs, so
+    that no two of them meet in a bank of shared memory when they load or store.
+
+    In shared memory: `codes` uint8 ``[2, groups, 64, 64]`` in any shape, tiles of 64 rows; `scales`
+    e4m3 ``[2, groups, 64]``; `tables` as for `int4.load`; `out` uint8 ``[128, 128]``, rows of 128
+    bytes interleaved. `group` is which of the groups of inputs.
+    """
+    number = lane.special("tid.x") & 127
+    group = lane.scalar(group)
+    quad, warp = number & 31, number >> 5
+    line, part = quad >> 2, quad & 3
+    place, turned = (warp + part) & 3, line & 1
+    # Of the two tiles the lane's, of its rows the first four.
+    tile, first = (quad >> 4) * 2 + group, (quad & 15) * _EACH
+    words = Pointer.to(scales).at(tile * 64, first).word()
+    source = Pointer.to(codes).at(tile * (64 * ROW_BYTES), first * ROW_BYTES, place * 16)
+    rows = []
+    for i in range(_EACH):
+        row = turned ^ i
+        scale = (words >> (row << 3)) & (TABLES - 1)
+        table = Pointer.to(tables).at(scale * TABLE_BYTES).words(4)
+        held = source.at(row * ROW_BYTES).words(4)
+        rows.append([x for word in held for x in convert(word, table)])
+    is_turned = turned.equals(1)
+    # Either order of the lower, and of the upper, halves of two words.
+    picks = is_turned.where(0x1504, 0x5140), is_turned.where(0x3726, 0x7362)
+    targets = []
+    for i in range(_EACH):
+        k = (place << 2) + i
+        targets.append(Pointer.to(out).at(k * MOST_ROWS, ((line ^ (k & 7)) << 4) + (part << 2)))
+    for j in range(GROUP // 16):
+        columns = transposed([row[j] for row in rows], picks)
+        for target, word in zip(targets, columns, strict=True):
+            target.at(16 * j * MOST_ROWS).store(word)

@@ -15,8 +15,7 @@ from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.mosaic.lane import fragments
 
-Value = Any
-"""A value of the compiler."""
+Value = Any  # A value of the compiler
 
 _ROWS = 64
 # Bytes of the contracted axis that one instruction takes.

@@ -33,8 +33,9 @@ def quantize_activation(
 
     Args:
       x: ``[..., K]``, bfloat16, float16 or float32.
-      implementation: ``"mosaic_gpu"`` (Ada, Hopper, Blackwell), ``"triton"`` or ``"xla"``,
-        or None for the first of them that can run this. A name never falls back to another.
+      implementation: ``"mosaic_gpu"`` (compiles for Ada to Blackwell, run only on Hopper),
+        ``"triton"`` or ``"xla"``, or None for the first of them that can run this. A name never
+        falls back to another.
 
     Returns:
       Codes ``[..., K]`` and scales ``[...]``: NaN, both, where a value of a token is not finite.

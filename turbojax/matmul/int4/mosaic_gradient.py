@@ -62,7 +62,7 @@ def transposed(tokens: Fp8Tokens, weight: Int4Weight) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="launch")
 def _transposed(tokens: Fp8Tokens, weight: Int4Weight, *, launch: Launch) -> jax.Array:
     from pallas_kernels.mosaic.hopper.matmul import fp8 as fp8_matmul
-    from pallas_kernels.mosaic.hopper.matmul.expand_transposed import int4_expand_transposed
+    from pallas_kernels.mosaic.hopper.matmul.expand import int4_expand_transposed
 
     rows, programs = tokens.codes.shape[0], multiprocessors()
     values = int4_expand_transposed(

@@ -1,11 +1,10 @@
 """Decode: a few new queries per sequence against packed codes, for Hopper.
 
-Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, 4 bits:
-  - bytes that must move: 571 MB (see `pallas_kernels.triton.decode`); at the 3.0 TB/s of a copy
-    190 us. One multiprocessor has some 790 clocks for a block of 64 tokens at 80 % of that.
-  - instructions: about 750 for a block and warp, see `block`; four schedulers issue 3,160
-    in those clocks.
-Memory is the floor. Target: 80 % of it, 235 us.
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128, 4 bits: 571
+MB, 190 us at the 3.0 TB/s of a copy on an H100; about 750 instructions for a block and warp
+(`block`) of 3,160 that its time holds. Memory is the floor. Target: 80 % of it. Seen: 198 us, 95 %
+of a copy's bandwidth and 3.54 times as fast as cuDNN on bfloat16; on an H200 140 us. Short calls
+are bound by launches: 1 x 1k tokens take 6.0 us.
 
 Every warp takes its own blocks, brings them to shared memory by itself with the copy engine, and
 works without a barrier that other warps share, so that one warp's latencies are hidden by the
@@ -14,44 +13,7 @@ codes are register operands after a shift and a mask (`block`). The warps' resul
 merged in shared memory; programs that share a KV head merge in a cluster where there is little to
 do, and by a second small kernel elsewhere.
 
-Versions, H100, jax 0.11.2, device time (cuDNN on bfloat16 keys and values in the same run):
-  Triton, tokens as rows            323 us, 2.14 times cuDNN: 8 warps a multiprocessor, loads and
-                                    products of a warp wait for each other.
-  v1, as above, 2 blocks in flight, 16 x 32k, cuDNN 701 us
-    one wave of 384 programs        215 us
-    512 programs                    198 us, 3.54 times, 95 % of a copy's bandwidth: a wave and a
-                                    third is served more evenly
-    3 blocks in flight, 256         203 us;  two warpgroups in a program: 202 us; 6 blocks: 212 us
-  SAS instead of the exact softmax  198 us
-  2 bits                            116 us, 5.9 times;  half of the heads 2 bits: 158 us, 4.5 times
-  64 x 4k                           104 us, 3.4 times;  1 x 128k: 57 us, 3.1 times
-  1 x 1k                            6.4 us, 1.0 times: the launch of the merge is 1.8 us of it; one
-                                    program of 16 warps without it 8.8 us
-  v2, merged within a cluster       1 x 1k: 6.0 us against 6.7 without in the same run, 1.07 times;
-                                    1 x 4k: 7.8 against 7.6; 16 x 32k: 219 against 198, since
-                                    programs of a cluster start and leave together
-  On an H200 (4.5 TB/s read by cuDNN), us, with half of the heads at 2 bits:
-                                    16 x 32k  64 x 4k  1 x 128k  1 x 8k
-    cuDNN                              472      243      126      14.6
-    v2, 4 bits                         142       77       44      11.1
-    v2, 2 and 4 bits, one loop for     149       89       75      15.2
-      each of the four pairs of widths
-    v3, code for each width of keys,   119       67       37      11.4   3.98, 3.6, 3.4, 1.28 times
-      then for each of values
-  v2's loop with all heads at 4 bits took what the kernel of 4 bits takes, and with low keys where
-  values are low 118: neither registers nor shares of unequal size cost time, but four loops of
-  12 KB that run at the same time on one multiprocessor, more than its instruction cache. v3 has
-  21 KB in all. Two warpgroups in a program, which share a head, in v2: 136.
-  Rows: `benchmarks/results/decode_versions_2026-11-24.json`.
-  v4, blocks of the buffer are units   16 x 32k  64 x 4k  1 x 128k  1 x 8k, H200, another run
-    cuDNN                              464      239      124      14.8
-    a buffer of one block              140.7    77.6     42.3     11.2
-    of two, with a first token         140.4    77.2     42.6     11.3
-    the same, values in 2 bits         115.3    64.8     36.0     11.1
-  Rows: `benchmarks/results/buffers_2026-11-29.json`.
-  3 bits: a lane unpacks two planes, 1,086 instructions for a block and warp where 4 bits take 744.
-  16 x 32k with a window of 4,096, in another run on an H200: 31 us, with the remainder by which a
-  ring finds a block or without it; 27 us from a ring of 65 blocks, which is split for these alone.
+Roofline in full and versions: `docs/kernels/decode.md`.
 """
 
 import dataclasses
@@ -68,6 +30,7 @@ from pallas_kernels.mosaic.hopper.decode.block import (
     add_block,
     channel_words,
     code_words,
+    load_query,
     load_words,
     plain_queries,
     scaled_queries,
@@ -75,10 +38,9 @@ from pallas_kernels.mosaic.hopper.decode.block import (
     softmax,
     token_words,
 )
-from pallas_kernels.mosaic.hopper.decode.inputs import Arrays, Program, copies_of
-from pallas_kernels.mosaic.hopper.decode.inputs import Settings as Settings
-from pallas_kernels.mosaic.hopper.decode.inputs import stage_bytes as stage_bytes
-from pallas_kernels.mosaic.hopper.decode.query import load_query
+from pallas_kernels.mosaic.hopper.decode.frame import Arrays, Program, copies_of
+from pallas_kernels.mosaic.hopper.decode.frame import Settings as Settings
+from pallas_kernels.mosaic.hopper.decode.frame import stage_bytes as stage_bytes
 from pallas_kernels.mosaic.hopper.decode.types import (
     Numerics,
     Place,
@@ -169,21 +131,14 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) ->
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Products:
-    """What a warp computes of blocks and the buffer, with code for each width of keys and values.
+    """What a warp computes of blocks and the buffer, with code for each width of the codes."""
 
-    Attributes:
-      shape: sizes, with the widest codes.
-      key: width of the head's keys.
-      value: width of its values.
-      tokens: the first of each of the lane's words of four.
-    """
-
-    shape: Shape
-    key: Width
-    value: Width
+    shape: Shape  # sizes, with the widest codes
+    key: Width  # width of the head's keys
+    value: Width  # width of its values
     here: Place
     n: Numerics
-    tokens: list[Int]
+    tokens: list[Int]  # the first of each of the lane's words of four
 
     @classmethod
     def of(cls, shape: Shape, key: Width, value: Width, here: Place, n: Numerics) -> "Products":
@@ -317,15 +272,7 @@ def transposed(
             )
             for b in range(4)
         ]
-        low = [lane.permute_bytes(rows[i], rows[i + 1], 0x5140) for i in (0, 2)]
-        high = [lane.permute_bytes(rows[i], rows[i + 1], 0x7362) for i in (0, 2)]
-        out.append(
-            [
-                lane.permute_bytes(pair[0], pair[1], select)
-                for pair in (low, high)
-                for select in (0x5410, 0x7632)
-            ]
-        )
+        out.append(warp.transposed(rows))
     return out
 
 

@@ -1,16 +1,13 @@
 """What several programs found for each query of a decode call, joined: the second small kernel.
 
 Roofline, for 16 sequences, 32 query heads, 4 splits, head dim 128: 1.1 MB, which is nothing; what
-remains is a launch and a trip to memory. Target: 1.9 us, as the kernel by Triton takes.
+remains is a launch and a trip to memory. Target: 1.9 us, as the kernel by Triton takes. Seen on an
+H200: 2.26 us (Triton 2.05), 2.21 for one sequence in 64 splits (4.64).
 
 A warp takes 64 channels of a query, two a lane. Its lanes read the maxima and sums of all splits at
 once; and every lane its channels of up to 32 splits, before anything is computed.
 
-Versions, H200, jax 0.11.2, device time, us: 16 sequences in 4 splits, 64 in 2, one in 64, one in 12
-  v1  a warp a query, eight splits ahead, after weights  2.11     2.94     5.98
-      Triton in the same run                             1.94     3.94     4.32
-  v2  as above                                           2.26     3.06     2.21     1.22
-      Triton in the same run                             2.05     3.98     4.64     1.39
+Roofline in full and versions: `docs/kernels/decode.md`.
 """
 
 import dataclasses
@@ -32,26 +29,14 @@ _ALL = (16, 8, 4, 2, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
-
-    Attributes:
-      queries: of all sequences and heads, ``B * T * N``.
-      parts: splits.
-      rows: queries of a KV head, ``G * T``.
-      tokens: `T`.
-      heads: `N`.
-      head_dim: `H`, 64, 128 or 256.
-      dtype: of the result.
-    """
-
-    queries: int
-    parts: int
-    rows: int
-    tokens: int
-    heads: int
+    queries: int  # of all sequences and heads, ``B * T * N``
+    parts: int  # splits
+    rows: int  # queries of a KV head, ``G * T``
+    tokens: int  # `T`
+    heads: int  # `N`
     kv_heads: int
-    head_dim: int
-    dtype: str
+    head_dim: int  # `H`, 64, 128 or 256
+    dtype: str  # of the result
 
     @property
     def warps(self) -> int:
@@ -65,7 +50,7 @@ def merge(
     result: jax.Array | jax.ShapeDtypeStruct,
     kv_heads: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `pallas_kernels.merge.merge`; the result's dtype is the queries' or float32."""
+    """As `pallas_kernels.triton._merge.merge`; the result's dtype is the queries' or float32."""
     batch, tokens, heads, head_dim = result.shape
     parts, rows = m.shape[1:]
     queries = batch * tokens * heads

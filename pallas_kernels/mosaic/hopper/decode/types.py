@@ -12,17 +12,11 @@ from pallas_kernels.mosaic.lane import Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class SparseExponential:
-    """SAS: a cubic times a power of its base, 0 below a threshold.
+    """SAS: a cubic times a power of its base, 0 below a threshold."""
 
-    Attributes:
-      coefficients: of the cubic on [0, 1), constant term first.
-      threshold: in natural-log units.
-      unit: powers of the base in one natural-log unit.
-    """
-
-    coefficients: tuple[float, ...]
-    threshold: float
-    unit: float
+    coefficients: tuple[float, ...]  # of the cubic on [0, 1), constant term first
+    threshold: float  # in natural-log units
+    unit: float  # powers of the base in one natural-log unit
 
     def __call__(self, x: Float) -> Float:
         """SAS of ``x <= 0``, which is in natural-log units times `unit`."""
@@ -38,17 +32,12 @@ class SparseExponential:
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-    """The softmax and what its weights are rounded to.
+    """The softmax and what its weights are rounded to."""
 
-    Attributes:
-      exponential: SAS, or None for the exact one.
-      is_masked: whether some query may not see all tokens of a block.
-    """
-
-    exponential: SparseExponential | None
+    exponential: SparseExponential | None  # SAS, or None for the exact one
     window: tuple[int, int] | None
     soft_cap: float | None
-    is_masked: bool
+    is_masked: bool  # whether some query may not see all tokens of a block
 
     @property
     def unit(self) -> float:
@@ -76,21 +65,11 @@ def runs_of(bits: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a call.
-
-    Attributes:
-      head_dim: a multiple of 32, of 64 if keys have 2- or 3-bit codes.
-      block: tokens of a cache block: 64 or 128, or 32 if all codes have 4 bits.
-      key_bits: 4, 3 or 2; shared memory has room for the widest.
-      value_bits: likewise.
-      rows: queries of a program, 4 or a multiple of 8.
-    """
-
-    head_dim: int
-    block: int
-    key_bits: int
-    value_bits: int
-    rows: int
+    head_dim: int  # a multiple of 32, of 64 if keys have 2- or 3-bit codes
+    block: int  # tokens of a cache block: 64 or 128, or 32 if all codes have 4 bits
+    key_bits: int  # 4, 3 or 2; shared memory has room for the widest
+    value_bits: int  # likewise
+    rows: int  # queries of a program, 4 or a multiple of 8
 
     @property
     def key_row(self) -> int:
@@ -138,15 +117,10 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Width:
-    """The bits of the codes of the program's head, on one side.
+    """The bits of the codes of the program's head, on one side."""
 
-    Attributes:
-      bits: widths of the side's code arrays, the wider first.
-      is_low: whether the head is in the second of two; None if there is one.
-    """
-
-    bits: tuple[int, ...]
-    is_low: lane.Bool | None
+    bits: tuple[int, ...]  # widths of the side's code arrays, the wider first
+    is_low: lane.Bool | None  # whether the head is in the second of two; None if there is one
 
     def either(self, kinds: Sequence[type], f: Callable[[int], list[Any]]) -> list[Any]:
         """``f(bits)``, numbers of these kinds, with code for each width, of which one runs."""
@@ -161,16 +135,12 @@ class Width:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place(warp.Place):
-    """A lane's place in its warp, and what follows from it.
+    """A lane's place in its warp, and what follows from it."""
 
-    Attributes:
-      rotation: ``g % 4``, by which the rows of one lane are permuted, so that lanes that load at
-        the same time access different banks.
-      selector: selects the bytes of a word in this order.
-    """
-
+    # ``g % 4``, by which the rows of one lane are permuted, so that lanes that load at the same
+    # time access different banks.
     rotation: Int
-    selector: Int
+    selector: Int  # selects the bytes of a word in this order
 
     @classmethod
     def here(cls) -> "Place":
@@ -182,17 +152,12 @@ class Place(warp.Place):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Query:
-    """A lane's part of the queries, one entry for each column tile of the first product.
+    """A lane's part of the queries, one entry for each column tile of the first product."""
 
-    Attributes:
-      codes: of query ``g // 2``: for each operand word four words, each with one code in its byte.
-      scale: of query `t`, times the factor of the scores and the exponential's unit.
-      position: of query `t`; -1 if it does not exist.
-    """
-
+    # Of query ``g // 2``: for each operand word four words, each with one code in its byte.
     codes: list[list[list[Int]]]
-    scale: list[Float]
-    position: list[Int]
+    scale: list[Float]  # of query `t`, times the factor of the scores and the exponential's unit
+    position: list[Int]  # of query `t`; -1 if it does not exist
 
     @staticmethod
     def kinds(tiles: int, head_dim: int) -> Sequence[type]:
@@ -213,17 +178,10 @@ class Query:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class State:
-    """A running softmax.
-
-    Attributes:
-      outputs: for each output tile and 16 channels: rows g, g + 8 at columns 2 t, 2 t + 1.
-      maxima: of query `t` of each score tile, in the exponential's units.
-      totals: this lane's part of the sums of weights.
-    """
-
+    # For each output tile and 16 channels: rows g, g + 8 at columns 2 t, 2 t + 1.
     outputs: list[Float]
-    maxima: list[Float]
-    totals: list[Float]
+    maxima: list[Float]  # of query `t` of each score tile, in the exponential's units
+    totals: list[Float]  # this lane's part of the sums of weights
 
     @classmethod
     def empty(cls, shape: Shape) -> "State":

@@ -27,8 +27,67 @@ from pallas_kernels.mosaic.hopper.decode.types import (
     Width,
 )
 from pallas_kernels.mosaic.hopper.decode_rows.operands import UNIT
-from pallas_kernels.mosaic.hopper.decode_rows.team import Team
 from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
+
+# Warps that share blocks --------------------------------------------------------------------------
+# One warp holds at most 32 queries' outputs, and no more registers are left to hide latencies with.
+# Two warps dequantize a half each of a block's keys and values, and exchange maxima and weights in
+# shared memory: each has its tokens of the scores, then its channels.
+
+
+def exchange_bytes(size: int, rows: int, block: int) -> int:
+    """Shared memory in which a team's warps exchange maxima and weights."""
+    return 0 if size == 1 else size * rows * 4 + 2 * rows * block
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Team:
+    """The running warp's team."""
+
+    size: int  # warps, 1 or 2
+    number: Int  # of the team in its program
+    member: Int
+    memory: Pointer  # shared memory of `exchange_bytes`
+    rows: int  # queries
+
+    def sync(self) -> None:
+        if self.size == 1:
+            lane.warp_barrier()
+        else:
+            lane.named_barrier(self.number + 1, 32 * self.size)
+
+    def _numbers(self, member: Int, row: int, here: Place) -> Pointer:
+        return self.memory.at(member * (4 * self.rows) + (here.g << 2), 32 * row)
+
+    def others(self, numbers: list[Float], here: Place) -> list[Float]:
+        """The other warp's numbers of rows; synchronizes."""
+        with lane.when(here.t.equals(0)):
+            for row, x in enumerate(numbers):
+                self._numbers(self.member, row, here).store(x)
+        self.sync()
+        return [self._numbers(self.member ^ 1, row, here).float() for row in range(len(numbers))]
+
+    def all_words(self, words: list[list[list[Int]]], here: Place) -> list[list[list[Int]]]:
+        """Operand words of the weights of all warps; synchronizes."""
+        if self.size == 1:
+            return words
+        area = self.memory.at(((here.g << 2) + here.t) << 4, 4 * self.size * self.rows)
+        count = len(words[0])
+        for tile, of_tile in enumerate(words):
+            for k, four in enumerate(of_tile):
+                place = (self.member * count + (tile * self.size * count + k)) << 9
+                area.at(place).store_words(four)
+        self.sync()
+        return [
+            [
+                area.at(512 * (tile * self.size * count + k)).words(4)
+                for k in range(self.size * count)
+            ]
+            for tile in range(len(words))
+        ]
+
+
+# Queries, tokens and sums -------------------------------------------------------------------------
 
 _HALVES = (0, 1)
 # The score of a token that a query may not see.
@@ -40,17 +99,11 @@ _LOW_AND_HIGH, _LESS, _WEIGHT_UNIT = 0x7430, -14.0, 2.0**-7
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokens:
-    """Which tokens of a block the columns of the first product's tiles stand for.
+    """Which tokens of a block the columns of the first product's tiles stand for."""
 
-    Attributes:
-      first: the warp's first token.
-      step: tokens between the beginnings of neighbouring lanes' words of values.
-      offsets: the token of each tile's first column, relative to `first`.
-    """
-
-    first: Int | int
-    step: Int | int
-    offsets: Sequence[Int | int]
+    first: Int | int  # the warp's first token
+    step: Int | int  # tokens between the beginnings of neighbouring lanes' words of values
+    offsets: Sequence[Int | int]  # the token of each tile's first column, relative to `first`
 
     @classmethod
     def of(cls, head_dim: int, block: int, value: Width, team: Team) -> "Tokens":
@@ -85,18 +138,13 @@ def _tokens(shape: Shape, size: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Queries:
-    """A program's queries, in shared memory because registers are scarce.
+    """A program's queries, in shared memory because registers are scarce."""
 
-    Attributes:
-      operands: for each 16 rows and 16 channels four words of every lane.
-      scales: of the rows, times the factor of the scores, the exponential's unit and the factor
-        that turns scores into integers.
-      positions: of the rows; -1 if a row does not exist.
-    """
-
-    operands: Pointer
+    operands: Pointer  # for each 16 rows and 16 channels four words of every lane
+    # Of the rows, times the factor of the scores, the exponential's unit and the factor that turns
+    # scores into integers.
     scales: Pointer
-    positions: Pointer
+    positions: Pointer  # of the rows; -1 if a row does not exist
 
     @classmethod
     def of(cls, memory: Pointer, rows: int, head_dim: int) -> "Queries":
@@ -122,17 +170,10 @@ def query_bytes(rows: int, head_dim: int) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class State:
-    """A running softmax.
-
-    Attributes:
-      outputs: for each 8 channels and each 16 rows: row g at two columns, then row g + 8.
-      maxima: of rows g and g + 8 of each 16, in the exponential's units.
-      totals: this lane's part of the sums of weights.
-    """
-
+    # For each 8 channels and each 16 rows: row g at two columns, then row g + 8.
     outputs: list[Float]
-    maxima: list[Float]
-    totals: list[Float]
+    maxima: list[Float]  # of rows g and g + 8 of each 16, in the exponential's units
+    totals: list[Float]  # this lane's part of the sums of weights
 
     @classmethod
     def empty(cls, tiles: int, channels: int) -> "State":
@@ -192,19 +233,13 @@ def scores(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
-    """A block's softmax, by the lane's rows.
+    """A block's softmax, by the lane's rows."""
 
-    Attributes:
-      words: operand words of each 16 rows, four for each 16 tokens; codes times `_WEIGHT_UNIT`.
-      maxima: of the rows, ``-inf`` where nothing is seen.
-      totals: this lane's part of the sums of weights.
-      lost: NaN where the scale of the scores is, 0 elsewhere.
-    """
-
+    # Operand words of each 16 rows, four for each 16 tokens; codes times `_WEIGHT_UNIT`.
     words: list[list[list[Int]]]
-    maxima: list[Float]
-    totals: list[Float]
-    lost: list[Float]
+    maxima: list[Float]  # of the rows, ``-inf`` where nothing is seen
+    totals: list[Float]  # this lane's part of the sums of weights
+    lost: list[Float]  # NaN where the scale of the scores is, 0 elsewhere
 
 
 def softmax(

@@ -1,64 +1,21 @@
 """Decode for 9 and more queries of a KV head against packed codes, for Hopper.
 
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128, 4 bits, 8
+new tokens: 571 MB, 128 us on an H200; 1,750 instructions for a block of 64 tokens, where 2,300
+could be issued in the target; 1,660 of the matrix unit's clocks. Target: 1.15 times one token, 163
+us. Seen: 4 tokens 1.25 times, 8 tokens 2.0 (283 us). Instructions bound it: a scheduler issues one
+in every second clock.
+
 Several new tokens (speculative decoding) or many query heads of a KV head: `hopper.decode` takes
 eight queries a program, and for more it reads and unpacks the blocks again. Here a program takes 16
 or 32 and dequantizes a block once for all of them (`operands`, `block`).
 
-Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, 4 bits, 8
-new tokens, that is 32 queries:
-  - bytes that must move: 571 MB, as for one token; 128 us on an H200 at 4.5 TB/s. One token takes
-    142 us; the target is 1.15 times that, 163 us.
-  - instructions for a block of 64 tokens: dequantizing 512 codes of a lane 640, products 256, the
-    softmax of 64 scores of a lane 500, adding to 128 outputs 130, the rest 200: 1,750; for 16
-    queries 1,200. A multiprocessor takes 496 blocks; its four schedulers could issue 2,300 a block
-    in 163 us. `hopper.decode` needs 4,000 for 32 queries.
-  - the matrix unit: 256 products of 16 x 8 x 16 at some 6.5 clocks: 1,660 of the same 2,300.
-
-Versions, H200, jax 0.11.2, device time in us, 4 bits, cuDNN on bfloat16 keys and values in the same
-run with one token:
-                                            16 x 32k        64 x 4k         1 x 8k
-    tokens                               1    4    8     1    4    8     1    4     8
-    cuDNN                              473             242             14.6
-    `hopper.decode`, programs of 8     142  276  520    79  166  321  10.5  15.5  20.2
-    v1, a warp for 16 or 32, masks          184  311        115  206
-      within a branch
-    v2, two warps share a block for         209  283             202
-      32 (team), not for 16
-    v3, results without bank conflicts      181  287        113  176        14.6  17.4
-    v4, blocks with masks by themselves     177  283        106  169
-  A warp for 32 queries has 255 registers and its loop 30 KB of code; two warps that share a block
-  have 168 and 16 KB, and 12 of them fit a multiprocessor. All versions issue an instruction in
-  every second clock of a scheduler, as `hopper.decode` does for 8 queries, so their number counts:
-  without dequantizing 38 us less for 16 queries and 32 for 32, without products 19 and 40, without
-  the branch with masks 16 and 12, so in v4 blocks that need them have a loop of their own. Twelve
-  warps instead of eight for 16 queries: no gain. Warps that begin every block together, to share
-  fetched instructions: 12 to 20 % slower. More programs than run at once cost 10 us a wave each.
-  Of the target of 1.15 times one token 4 tokens reach 1.25 and 1.38, 8 tokens 2.0 and 2.2.
-  Rows: `benchmarks/results/bytes_versions_2026-11-24.json`, v4's `hopper_2026-11-24.json`.
-
-Tried instead: a warpgroup shares a block. Dequantized keys, then values, are the left operand of
-asynchronous products (wgmma) in registers, queries and weights the right one in shared memory;
-scores go through shared memory, so that a lane has 8 or 16 tokens of one query. 128 registers, so
-four warpgroups run at once; a loop of 8 to 10 KB. us, one run in which one token takes 139, 75, 10:
-                                            16 x 32k        64 x 4k         1 x 8k
-    tokens                                    4    8          4    8          4     8
-    v4                                      175  282        103  166       14.1  16.8
-    warpgroups                              213  274        114  150       13.6  16.4
-    values dequantized before the softmax   218  288        117  147
-    the first product in two halves         218  271
-    three warpgroups                             297                       12.0  14.9
-    five, which spills                      228
-  16 queries take 385 instructions of each warp for a block, 1,540 in all, and 32 some 450: no fewer
-  than here, as a lane loads the scales of its keys' channels for two tokens, not for eight. 32 gain
-  3 % in long caches and some 10 % in short ones, which is not worth a third kernel. What keeps it
-  from more was not found.
-  Not timed: a lane that a warp elects (elect.sync) starts a block's copies in 28 instructions where
-  one that a condition finds takes 66, as the compiler then knows that there is one alone.
-  Rows: `benchmarks/results/bytes_tuning_2026-11-25.json`.
+Roofline in full and versions: `docs/kernels/decode.md`.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -66,14 +23,250 @@ import jax
 from pallas_kernels.layouts import LOG2_E, Side
 from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.decode import frame
-from pallas_kernels.mosaic.hopper.decode.inputs import Arrays, Program, Settings, copies_of
-from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Shape
-from pallas_kernels.mosaic.hopper.decode_rows.block import Queries, State, Tokens, query_bytes
-from pallas_kernels.mosaic.hopper.decode_rows.operands import channel_of, scratch_bytes
-from pallas_kernels.mosaic.hopper.decode_rows.products import Products
-from pallas_kernels.mosaic.hopper.decode_rows.query import store_queries
-from pallas_kernels.mosaic.hopper.decode_rows.team import Team, exchange_bytes
+from pallas_kernels.mosaic.hopper.decode.block import channel_words, row_code, row_scale
+from pallas_kernels.mosaic.hopper.decode.frame import Arrays, Program, Settings, copies_of
+from pallas_kernels.mosaic.hopper.decode.kernel import transposed
+from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Shape, Width
+from pallas_kernels.mosaic.hopper.decode_rows.block import (
+    Queries,
+    State,
+    Team,
+    Tokens,
+    Weights,
+    add_block,
+    exchange_bytes,
+    query_bytes,
+    scores,
+    softmax,
+)
+from pallas_kernels.mosaic.hopper.decode_rows.operands import (
+    UNIT,
+    channel_of,
+    key_channels,
+    key_pairs,
+    prepare_keys,
+    prepare_values,
+    scratch_bytes,
+    signed_bytes,
+    value_channels,
+    value_pairs,
+)
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Products:
+    """What a warp computes of blocks and the buffer, with code for each width of the codes."""
+
+    shape: Shape  # sizes, with the widest codes
+    key: Width  # width of the head's keys
+    value: Width  # width of its values
+    here: Place
+    n: Numerics
+    tokens: Tokens  # those of the scores' columns
+    queries: Queries  # the program's
+    scratch: Pointer  # the warp's shared memory of `scratch_bytes`
+    team: Team
+
+    def _of_key(self, bits: int) -> Shape:
+        return dataclasses.replace(self.shape, key_bits=bits)
+
+    def _of_value(self, bits: int) -> Shape:
+        return dataclasses.replace(self.shape, value_bits=bits)
+
+    def _scores(self, f: Callable[[Shape], list[list[Float]]]) -> list[list[Float]]:
+        """Scores by row, from `f` for the width of the keys."""
+        rows, count = self.shape.rows // 8, self.shape.block // (4 * self.team.size)
+        flat = self.key.either(
+            [Float] * (rows * count),
+            lambda bits: [x for row in f(self._of_key(bits)) for x in row],
+        )
+        return [flat[i * count : (i + 1) * count] for i in range(rows)]
+
+    def _add(
+        self, state: State, weights: Weights, scale: Float, values: Callable[[Shape], Any]
+    ) -> State:
+        """Adds weighted values, whose operands are ``values(shape)`` for a width of values."""
+        flat = self.value.either(
+            [Float] * len(state.flat()),
+            lambda bits: add_block(
+                self.shape, state, weights, values(self._of_value(bits)), scale, self.n
+            ).flat(),
+        )
+        return State.of(flat, self.shape.rows // 16)
+
+    def attend_block(
+        self,
+        state: State,
+        slot: Pointer,
+        scales: tuple[Float, Float],
+        first_token: Int,
+        is_masked: bool,
+        when_alone: Callable[[], None],
+    ) -> State:
+        """Adds the block in shared memory at `slot`; `scales` are those of its keys and values.
+
+        `is_masked` says whether some query may not see all of it. In a team of several warps,
+        `when_alone` is called once all of them are done with the block before.
+        """
+        here, scratch = self.here, self.scratch
+        offsets = {name: self.shape.offset(name) for name, _ in self.shape.parts}
+
+        def of_keys(shape: Shape) -> list[list[Float]]:
+            prepare_keys(shape, slot, offsets, scratch, here)
+            lane.warp_barrier()
+            column = self.tokens.of_column(here) * shape.key_row + here.t * (shape.key_row // 4)
+
+            def load(tile: int) -> list[Int]:
+                token = slot.at(column, self.tokens.offsets[tile] * shape.key_row)
+                return token.words(shape.key_row // 16)
+
+            return scores(
+                shape,
+                self.shape.block // (8 * self.team.size),
+                self.queries,
+                here,
+                load,
+                lambda i: key_channels(scratch, i, here),
+                lambda words, i, channels: key_pairs(shape, words, i, channels),
+            )
+
+        found = self._scores(of_keys)
+        lane.warp_barrier()
+        fours = self.shape.head_dim // (32 * self.team.size)
+
+        def prepare(bits: int) -> list[Any]:
+            shape = self._of_value(bits)
+            before = self.team.member * fours
+            prepare_values(shape, slot, offsets, scratch, here, fours, before)
+            return []
+
+        self.value.either([], prepare)
+        weights = self._softmax(found, scales[0], first_token, is_masked)
+        lane.warp_barrier()
+        if self.team.size > 1:
+            when_alone()
+        own = self.team.member * (4 * fours)
+
+        def of_values(shape: Shape) -> Callable[[int], list[list[Int]]]:
+            of_four: dict[int, list[Int]] = {}
+
+            def values(number: int) -> list[list[Int]]:
+                four, which = divmod(number, 4)
+                if four not in of_four:
+                    of_four.clear()
+                    of_four[four] = value_channels(scratch, four, here)
+                channel = channel_of(number, here.g, shape.head_dim) + own
+                place = channel * shape.value_row + here.t * (shape.value_row // 4)
+                words = slot.at(place, offsets["value"]).words(shape.value_row // 16)
+                return value_pairs(shape, words, of_four[four], which)
+
+            return values
+
+        return self._add(state, weights, scales[1], of_values)
+
+    def _softmax(
+        self, found: list[list[Float]], scale: Float, first: Int, is_masked: bool
+    ) -> Weights:
+        return softmax(
+            found,
+            self.queries,
+            scale,
+            self.tokens,
+            first,
+            is_masked,
+            self.here,
+            self.team,
+            self.n,
+        )
+
+    def attend_buffer(self, a: Arrays, state: State, at: Program, number: Int) -> State:
+        here, begin = self.here, number * self.shape.block
+        key, value = (x.buffer.times(at.pair, a.buffer_size * a.head_dim) for x in (a.key, a.value))
+        scales = [x.buffer_scale.at(at.pair << 2).float() for x in (a.key, a.value)]
+
+        def row_of(token: Int) -> Int:
+            return (token + begin).minimum(a.buffer_size - 1) * a.head_dim
+
+        def of_keys(shape: Shape) -> list[list[Float]]:
+            def load(tile: int) -> list[Int]:
+                row = key.at(row_of(self.tokens.of_column(here) + self.tokens.offsets[tile]))
+                return channel_words(row, here, a.head_dim, shape.key_bits)
+
+            return scores(
+                shape,
+                self.shape.block // (8 * self.team.size),
+                self.queries,
+                here,
+                load,
+                lambda _: None,
+                lambda words, i, _: signed_bytes(words[i]),
+            )
+
+        found = self._scores(of_keys)
+        weights = self._softmax(found, scales[0], at.compressed + begin, True)
+        own = self.team.member * (a.head_dim // (8 * self.team.size))
+
+        def of_values(shape: Shape) -> Callable[[int], list[list[Int]]]:
+            groups: dict[int, list[list[Int]]] = {}
+
+            def values(number: int) -> list[list[Int]]:
+                four, which = divmod(number, 4)
+                if four not in groups:
+                    groups.clear()
+                    groups[four] = transposed(a, shape, value.at(own), four, here, row_of)
+                return [signed_bytes(words[which]) for words in groups[four]]
+
+            return values
+
+        return self._add(state, weights, scales[1], of_values)
+
+
+def store_queries(
+    a: warp.Arrays,
+    at: warp.Program,
+    shape: Shape,
+    here: Place,
+    queries: Queries,
+    key: Width,
+    number: Int,
+    factor: float,
+    unit: float,
+) -> None:
+    """Quantizes eight of the program's queries; row ``head * T + token`` of its KV head.
+
+    `key` is the width of the head's keys, which determines the order of channels. `number` is the
+    warp's; several warps may store the same. `factor` is the scores', `unit` the exponential's.
+    """
+    eight = number & (shape.rows // 8 - 1)
+    tile, half = eight >> 1, eight & 1
+    own = (eight << 3) + here.g
+    row = (at.tile * shape.rows + own).minimum(a.rows - 1)
+    index = (at.batch * a.tokens + row % a.tokens) * a.heads + at.head * a.group + row // a.tokens
+    width = 4 if a.dtype == "float32" else 2
+    pointer = a.query.times(index, a.head_dim * width)
+
+    def load(bits: int) -> list[Float]:
+        words = channel_words(pointer, here, a.head_dim, bits, width)
+        return [v for word in words for v in warp.numbers(word, a.dtype)]
+
+    x = key.either([Float] * (a.head_dim // 4), load)
+    # The factor of the scores stays positive, so that it does not move the maximum.
+    x = x if factor >= 0 else [-v for v in x]
+    scale = row_scale(x)
+    codes = [row_code(v, scale).to_float() for v in x]
+    place = queries.operands.at(
+        (tile * (shape.head_dim // 16 * 512)) + (((here.g << 2) + here.t) << 4) + (half << 2)
+    )
+    for i in range(0, len(codes), 4):
+        for odd in (0, 1):
+            pair = lane.half.pack(codes[i + odd], codes[i + odd + 2])
+            place.at(128 * i + 8 * odd).store(pair)
+    token = row % a.tokens
+    is_real = (at.tile * shape.rows + own < a.rows) & (token < at.query_length)
+    with lane.when(here.t.equals(0)):
+        queries.scales.at(own << 2).store(scale * (abs(factor) * unit / UNIT))
+        queries.positions.at(own << 2).store(is_real.where(at.begin + token, -1))
 
 
 def _row(head_dim: int) -> int:
@@ -85,14 +278,11 @@ def _row(head_dim: int) -> int:
 class RowSettings(Settings):
     """Static settings as of `decode`, with 16 or 32 rows.
 
-    Attributes:
-      team: how many warps share blocks, 1 or 2.
-
     Raises:
       ValueError: if this number of rows or this team is not supported.
     """
 
-    team: int = 1
+    team: int = 1  # how many warps share blocks, 1 or 2
 
     def __post_init__(self) -> None:
         super().__post_init__()

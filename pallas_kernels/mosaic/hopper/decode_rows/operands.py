@@ -11,13 +11,11 @@ from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.hopper.decode.types import Place, Shape
 from pallas_kernels.mosaic.lane import Int, Pointer
 
-UNIT = 2.0**-13
-"""Factor of dequantized codes, by which their 1 is a normal float16."""
+UNIT = 2.0**-13  # factor of dequantized codes, by which their 1 is a normal float16
 _TINY = 2.0**-24
 # A byte below the upper bits of float16's 1,024 is that plus the byte.
 _BYTES, _OFFSET, _SIGN = 0x00FF00FF, 0x64006400, 0x80808080
-_SCALE = 32.0
-"""Factor of the scales of codes at the highest position, 6."""
+_SCALE = 32.0  # factor of the scales of codes at the highest position, 6
 
 
 def scratch_bytes(head_dim: int) -> int:

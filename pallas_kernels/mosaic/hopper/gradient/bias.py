@@ -1,12 +1,9 @@
 """Gradient of a bias of dense attention, for Hopper.
 
 Roofline, for 2 sequences of 8,192 tokens, 16 heads of 128, not causal, 8-bit output gradients:
-  - operations: two products of 8 bits, 4 * 2 * 16 * 8192**2 * 128 = 1.1 T, 0.6 ms.
-  - bytes: 64 KiB for each 128 queries by 128 keys of a head, from the L2 cache: 8.6 GB, 1.6 ms at
-    some 5.5 TB/s. Written: the gradient, once, 2.1 GB in bfloat16.
-  - instructions: some 23 for each score, 1.7 ms.
-Target: 2.5 ms. Measured on an H200, causal, so with half of this to do: 3.0 ms (see `mosaic.bias`),
-2.4 times the target. Every tile compares positions, also where all pairs are seen.
+products 0.6 ms, 8.6 GB from the L2 cache 1.6 ms, some 23 instructions a score 1.7 ms. Target: 2.5
+ms. Seen on an H200, causal, so with half of this to do: 3.0 ms, 2.4 times the target. Every tile
+compares positions, also where all pairs are seen.
 
 A program takes tiles of 128 queries by 128 keys of the gradient, and adds up in registers what all
 sequences and heads give that have the same bias: nothing of the scores' size is in memory but the
@@ -15,6 +12,8 @@ all queries a tile adds up those of all tiles of queries, and its 128 rows are l
 
 A launch of its own, which computes weights once more: where nobody asks for this gradient, as of a
 bias that is constant, `jit` leaves it out.
+
+Roofline in full and versions: `docs/kernels/gradient.md`.
 """
 
 import functools

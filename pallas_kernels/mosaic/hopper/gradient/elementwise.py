@@ -18,19 +18,13 @@ from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, SCALAR
 
 
 class _Mask(NamedTuple):
-    """What hides pairs of a tile.
+    """What hides pairs of a tile."""
 
-    Attributes:
-      distance: position of the first query relative to the first key.
-      stop: how many columns exist.
-      ids: segments of the lane's two rows and of its columns, or None.
-      own: from which key on the lane's queries see them, up to which, and the tile's first key; or
-        None.
-    """
-
-    distance: Int
-    stop: Int
+    distance: Int  # position of the first query relative to the first key
+    stop: Int  # how many columns exist
+    # Segments of the lane's two rows and of its columns, or None.
     ids: tuple[list[Int], list[Int]] | None = None
+    # From which key on the lane's queries see them, up to which, and the tile's first key; or None.
     own: tuple[list[Int], list[Int], Int] | None = None
 
 
@@ -219,18 +213,12 @@ def _add_gradients(
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The two elementwise steps of a tile ``[64, 64]`` of weights.
+    """The two elementwise steps of a tile ``[64, 64]`` of weights."""
 
-    Attributes:
-      rows_are_keys: whether rows are keys and columns queries, or the reverse.
-      dtype: of the weights and gradients as operands: ``"bfloat16"`` or ``"float16"``.
-      bias: what is static of a bias, or None.
-    """
-
-    rows_are_keys: bool
-    dtype: str
+    rows_are_keys: bool  # whether rows are keys and columns queries, or the reverse
+    dtype: str  # of the weights and gradients as operands: ``"bfloat16"`` or ``"float16"``
     s: Settings
-    bias: biases.Bias | None = None
+    bias: biases.Bias | None = None  # what is static of a bias, or None
 
     @property
     def _queries(self) -> Any:

@@ -1,44 +1,17 @@
 """Gradients of keys and values of dense attention, for Hopper.
 
-Roofline, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128, causal:
-  - operations: four products of half a square each, 8 * 2 * 32 * 8192**2 / 2 * 128 = 2.2 T. Scores
-    of 8-bit codes, and products of 8-bit output gradients with values, take half the time of the
-    others: 3.5 or 3 of 4 units; at 989 T/s for 16 bits 1.95 or 1.67 ms.
-  - bytes: 6 bytes a channel of queries and gradients of outputs, for every tile of a head's keys,
-    from the L2 cache.
-Target: 75 % of the matrix unit.
+Roofline, for 2 sequences of 8,192 tokens, 32 query heads on 8 of 128 channels, causal: four
+products, 2.2 T operations, 1.95 ms at the 989 T/s of 16 bits, 1.67 with output gradients in 8 bits;
+bytes come from the L2 cache. Target: 75 % of the matrix unit. Seen on a warm H200: 3.0 and 2.8 ms,
+59 % of 16 bits' peak in 8 bits and 63 % not causal. Registers bound it: nothing stays under way
+from step to step.
 
 A program takes tiles of 128 keys of one KV head in turn. One warpgroup copies 64 queries at a time,
 with what belongs to them; two have 64 keys each as rows, so that weights and score gradients are
 the left operands of the products that follow, in registers. Sums of all queries of all heads of
 the group stay in registers: every result is written once, in one order, the same in every run.
 
-Versions, same case, H200, jax 0.11.2, microseconds with output gradients in 16 bits and in int8:
-  v1  tiles of a row one after the other, every other row backwards: 132 programs
-      take the same places of two rows each, so that some had the longest alone;
-      the sum of `dK` stays under way into the next step                        5781   4851
-  v2  tiles in pairs from both ends of a row                                    3926   3026
-  v3  nothing under way from step to step: the compiler had no registers for it,
-      and serialized all products                                               3303   2512
-  v4  descriptors added up inside the assembly, which frees registers           2813   2530
-  v5  `delta` is loaded when the weights are done                               2750   2483
-Slower: weights kept as their 16 bits alone (2704), `lse` loaded late too (2646), `dK` under way
-alone (2747). v5 is at 71 and 67 % of 16 bits' peak, and spills up to 24 bytes. These runs:
-`benchmarks/results/gradient_versions_2026-11-23.json`.
-  v6  values and output gradients in e4m3; parts of 64 x 64 of which a
-      warpgroup sees nothing are skipped. In a warm GPU, where v5 takes 3112
-      and 2647 (`benchmarks/results/training_2026-11-23.json`)                  3029   2797
-  v7  `Settings.in_turns`: one warpgroup multiplies while the other computes weights.
-      Not causal 6116 to 6038 and 5585 to 5264 (int8_fp8 5789 to 5215); causal, where
-      v6 takes 3034 and 2842 in that run (int8_fp8 2833 to 2783)                3060   2813
-v7 is the default with 8-bit output gradients: predicted were 80 to 90 % of 16 bits' peak, seen are
-59 causal and 63 not. `benchmarks/results/prompt_launches_2026-11-24.json`.
-Segments, 2 x 8,192 tokens of 8 x 1,024, fp8, output gradients in 8 bits: 410, of the sequences by
-themselves 400, without segments see v7. 16 segments of 118 to 3,209 tokens in 16,384: 1340 (without
-segments 5369, of which 11 % is visible) with tiles in pairs, of which the same programs took the
-longest: `segments.order` is for that.
-Not built: `dV` in 8 bits. E4m3 sums keep some 14 bits, too few over all queries of a group of
-heads, and products of parts of them, to be added up apart, have no registers.
+Roofline in full and versions: `docs/kernels/gradient.md`.
 """
 
 import functools
@@ -252,7 +225,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
         def consume(work: _Work, slot: jax.Array) -> jax.Array:
             d_k, d_v, slot = _consume(work, slot, me, x, m, s)
             first = work.first + me * ROWS
-            exists = tiles.along_rows(tiles.iota() + first < work.length, width)
+            exists = ring.along(ring.iota(ring.ROW) + first < work.length, (ROWS, width), 0)
             rows = (work.b, pl.ds(first, ROWS), work.h, work.channels)
             for sums, ref in ((d_k * s.scale, dk_ref), (d_v, dv_ref)):
                 tiles.store(jnp.where(exists, sums, 0.0), m.out.at[me], ref.at[rows])

@@ -1,31 +1,15 @@
 """Gradient of the queries of dense attention, for Hopper.
 
-Roofline, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128, causal:
-  - operations: three products of half a square each, 6 * 2 * 32 * 8192**2 / 2 * 128 = 1.65 T.
-    Scores of 8-bit codes, and products of 8-bit output gradients with values, take half the time
-    of the others: 2.5 or 2 of 3 units; at 989 T/s for 16 bits 1.4 or 1.1 ms.
-  - bytes: 5 or 4 bytes a channel of keys and values, for every tile of a head's queries, from the
-    L2 cache.
-Target: 75 % of the matrix unit.
+Roofline, for 2 sequences of 8,192 tokens, 32 query heads on 8 of 128 channels, causal: three
+products, 1.65 T operations, 1.4 ms at the 989 T/s of 16 bits, 1.1 with output gradients in 8 bits;
+bytes come from the L2 cache. Target: 75 % of the matrix unit. Seen on an H200: 2.0 and 1.8 ms, 69
+and 63 % of 16 bits' peak. Registers bound it: with its sum under way from step to step it takes 2.7
+and 2.2.
 
 A program takes tiles of 128 queries of one head in turn. One warpgroup copies 64 keys at a time,
 with their values; two attend with 64 queries each.
 
-Versions, same case, H200, jax 0.11.2, microseconds with output gradients in 16 bits and in int8:
-  v1  64 keys at a time; the sum stays under way into the next step             2024   1873
-  v2  128 keys at a time where nothing is hidden: products of one half run under
-      the other's exponentials; nothing is under way from step to step          2005   1774
-v2 with its sum under way: 2731 and 2174, for want of registers. 69 and 63 % of 16 bits' peak.
-`benchmarks/results/gradient_versions_2026-11-23.json`.
-  v3  values and output gradients in e4m3; halves of which a warpgroup sees nothing
-      are skipped; no 16-bit words of weights, which only keys' gradients
-      multiply. In a warm GPU, where v2 takes 2154 and 1799                     2118   1782
-`benchmarks/results/training_2026-11-23.json`.
-Segments, 2 x 8,192 tokens of 8 x 1,024, fp8, output gradients in 8 bits: 291, of the sequences by
-themselves 278. 16 segments in 16,384, see `keys`: 592 with tiles in pairs (without segments 3555).
-Tried: turns at the weights, as in `keys`: 2183 and 1981, where v3 takes 2158 and 1820 in that run.
-A turn lasts for both halves, whose own overlap is the better one.
-`benchmarks/results/prompt_launches_2026-11-24.json`.
+Roofline in full and versions: `docs/kernels/gradient.md`.
 """
 
 import functools
@@ -230,7 +214,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
         def consume(work: _Work, slot: jax.Array) -> jax.Array:
             sums, is_blind, slot = _consume(work, slot, me, x, m, s)
             # A query that sees nothing gets nothing, even from keys with NaN.
-            sums = jnp.where(tiles.along_rows(is_blind, head_dim), 0.0, sums * s.scale)
+            sums = jnp.where(ring.along(is_blind, (ROWS, head_dim), 0), 0.0, sums * s.scale)
             rows = (work.b, pl.ds(work.first + me * ROWS, ROWS), work.head)
             tiles.store(sums, m.out.at[me], out_ref.at[rows])
             return slot

@@ -1,35 +1,14 @@
 """What the backward pass needs of its rows, in one launch: codes of Q and dO, log-sum-exps, D.
 
+Roofline, for 2 sequences of 8,192 tokens, 32 heads of 128, bfloat16, with codes of both: 0.545 GB,
+127 us at the 4.3 TB/s of a copy on an H200, without codes of d_out 111; operations 35 us. Target:
+90 %. Seen: 128 and 113 us. Memory bounds it.
+
 A program takes one block of one head of one sequence. Half of the programs load the block of
 `d_out` and of `out` once, round `d_out` with one scale, sum its rounded numbers times `out` for
 every row, and store; the others do with the block of queries what `quantize` does.
 
-Roofline, 2 sequences of 8192 tokens, 32 heads of 128, bfloat16, with codes of both:
-
-  read        queries, d_out, out: 134 MB each; residuals 2 MB, their cotangents 2
-  written     codes 67 MB each; log-sum-exps and D 2 MB each
-  bytes       0.545 GB; without codes of d_out 0.478 GB
-  operations  about 6 a value of the queries (see `quantize`), 9 of d_out: 1 G, 35 us of all float32
-              lanes, under the bytes
-  floor       H200, whose copies reach 4.3 TB/s: 127 us, without codes of d_out 111 us
-  target      90 %: 140 us and 123 us
-
-Versions, us of that case, H200, jax 0.11.2:
-                                       e4m3, blocks of 64   128   int8, 64   128   int8, no of d_out
-  for Triton, in the run of v1                        152   162          -     -                 143
-  v1  `d_out` first, then queries                     159   168          -     -                 120
-  v2  in turns                                        155   163        176   223                 113
-  v3  numbers of a token by one lane                  128   128        128     -                 113
-    for Triton, in the same run                       151   160        165   186                 142
-
-Until v2 each of the lanes that share a token loaded its residual and, only after the barrier, its
-cotangent, and all of them held the sum. In v3 a lane has some tokens of its own: it loads their two
-numbers at once with all else, the others learn by a vote whether a token sees anything, and sums
-are halved from lane to lane. A token's numbers are rounded and multiplied at once, in a branch.
-As fast as v3, within 1 us: `out` waiting in shared memory, 64 registers in place of 96; codes
-stored before the sums; four tokens a branch; 32 values a lane; not in turns. v3 was measured with
-queries' codes in branches of their own, too, which changed nothing here and cost `quantize` 1 %.
-Rows: `benchmarks/results/bytes_versions_2026-11-24.json`, `bytes_tuning_2026-11-25.json`.
+Roofline in full and versions: `docs/kernels/gradient.md`.
 """
 
 import dataclasses
@@ -59,19 +38,12 @@ def unsupported(query: jax.Array, out: jax.Array, block: int) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows(quantize.Work):
-    """Blocks of `d_out`.
+    """Blocks of `d_out`."""
 
-    Attributes:
-      codes: of `d_out`, or None.
-      out_shape: of `out`, ``[B, T', N, H']``.
-      out_block: `out` as a program holds it, with its own channels and dtype.
-      rows: of `lse` and `delta`.
-    """
-
-    codes: Codes | None
-    out_shape: tuple[int, ...]
-    out_block: Block
-    rows: int
+    codes: Codes | None  # of `d_out`, or None
+    out_shape: tuple[int, ...]  # of `out`, ``[B, T', N, H']``
+    out_block: Block  # `out` as a program holds it, with its own channels and dtype
+    rows: int  # of `lse` and `delta`
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:

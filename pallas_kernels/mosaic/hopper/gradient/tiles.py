@@ -14,7 +14,7 @@ from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.layouts import Ref as Ref
 from pallas_kernels.mosaic import bias as biases
 from pallas_kernels.mosaic import ring
-from pallas_kernels.mosaic.hopper.segments import Bounds
+from pallas_kernels.mosaic.hopper.segments import Bounds, visible
 from pallas_kernels.mosaic.products import wgmma
 from pallas_kernels.mosaic.ring import COLUMN as COLUMN
 from pallas_kernels.mosaic.ring import ROW as ROW
@@ -28,26 +28,17 @@ _WIDTH = 128
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
-
-    Attributes:
-      approximate_tanh: whether the cap is the hardware's, as in a forward pass with e4m3 weights.
-      block_q: queries that share a scale, a multiple of 64.
-      block_kv: keys that share a scale, and values that do, a multiple of 64.
-      stages: how many steps' operands are in shared memory.
-      in_turns: whether the warpgroups of the gradient of keys weigh in turns, see `ring.Turns`.
-      programs: how many run side by side, one to a multiprocessor.
-    """
-
     scale: float
     is_causal: bool
     window: tuple[int, int] | None
     soft_cap: float | None
+    # Whether the cap is the hardware's, as in a forward pass with e4m3 weights.
     approximate_tanh: bool
-    block_q: int
-    block_kv: int
-    stages: int
-    programs: int = 132
+    block_q: int  # queries that share a scale, a multiple of 64
+    block_kv: int  # keys that share a scale, and values that do, a multiple of 64
+    stages: int  # how many steps' operands are in shared memory
+    programs: int = 132  # how many run side by side, one to a multiprocessor
+    # Whether the warpgroups of the gradient of keys weigh in turns, see `ring.Turns`.
     in_turns: bool = False
 
     @property
@@ -65,72 +56,50 @@ class Settings:
 
 
 class Operands(NamedTuple):
-    """Arrays of a call, or references to them.
+    """Arrays of a call, or references to them."""
 
-    Attributes:
-      q8: codes of the queries ``[B, N, Tp, H]``, int8 or e4m3, or `q`; `Tp` and `Sp` are padded to
-        whole blocks.
-      q_scale: float32 ``[B, N, Tp / block_q]``.
-      k8: codes of the keys ``[B, K, Sp, H]``, q8's dtype, or `k`.
-      k_scale: float32 ``[B, K, Sp / block_kv]``.
-      d8: gradients of the outputs that multiply the values: ``[B, N, Tp, H]``, int8 or e4m3, or
-        `d_out`.
-      d_scale: float32 ``[B, N, Tp / block_q]``.
-      v8: values that multiply them, without their scales: ``[B, K, Sp, H]``, d8's dtype, or
-        ``[B, S, K, H]``, q's dtype.
-      v_scale: float32 ``[B, K, Sp / block_kv]``.
-      q: ``[B, T, N, H]``, bfloat16 or float16; `T` and `S` are multiples of 8, `H` is 64, 128 or
-        256.
-      k: ``[B, S, K, H]``, q's dtype.
-      d_out: ``[B, T, N, H]``, q's dtype; 0 where a query sees nothing.
-      lse: float32 ``[B, N, Tq]``, `T` rounded up to 128: log-sum-exps in powers of two, ``inf`` for
-        rows that do not exist or see nothing.
-      delta: float32 ``[B, N, Tq]``: ``rowsum(d_out * out)`` less the residual's cotangent.
-      query_lengths: int32 ``[B]``.
-      key_lengths: int32 ``[B]``.
-      shifts: int32 ``[B]``, by how much a query's position exceeds that of the key of its number;
-        None if nowhere.
-      query_ids: int32 ``[B, Tq]``, segments; None where there are none.
-      key_ids: int32 ``[B, Sk]`` beside them, `S` rounded up to 128.
-      own: int32 ``[B, 2, Tq]``, instead of segments: from which key on each query sees them, and
-        up to which.
-      query_bounds: int32 ``[B, 4, Tq / 128]``, `segments.Bounds` of queries among 64 keys each;
-        with segments or `own`, and so are the three that follow.
-      key_bounds: int32 ``[B, 4, Sk / 128]``, of keys among 64 queries each.
-      query_order: int32 ``[B * Tq / 128]``, `segments.order` of tiles of queries.
-      key_order: int32 ``[B * Sk / 128]``, of keys.
-      slopes: float32 ``[N]``, by which scores fall with the distance, in powers of two.
-      bias: ``[B or 1, N or 1, T' or 1, S']``, added to scores; `T'` and `S'` are at least the
-        numbers of queries and of keys, `S'` is a multiple of 4.
-      gains: float32 ``[B]``, by which a sequence's share of the bias' gradient is multiplied; None
-        for 1.
-    """
-
+    # Codes of the queries ``[B, N, Tp, H]``, int8 or e4m3, or `q`; `Tp` and `Sp` are padded to
+    # whole blocks.
     q8: Any
-    q_scale: Any
-    k8: Any
-    k_scale: Any
+    q_scale: Any  # float32 ``[B, N, Tp / block_q]``
+    k8: Any  # codes of the keys ``[B, K, Sp, H]``, q8's dtype, or `k`
+    k_scale: Any  # float32 ``[B, K, Sp / block_kv]``
+    # Gradients of the outputs that multiply the values: ``[B, N, Tp, H]``, int8 or e4m3, or `d_out`
     d8: Any
-    d_scale: Any
+    d_scale: Any  # float32 ``[B, N, Tp / block_q]``
+    # Values that multiply them, without their scales: ``[B, K, Sp, H]``, d8's dtype, or ``[B, S, K,
+    # H]``, q's dtype.
     v8: Any
-    v_scale: Any
+    v_scale: Any  # float32 ``[B, K, Sp / block_kv]``
+    # ``[B, T, N, H]``, bfloat16 or float16; `T` and `S` are multiples of 8, `H` is 64, 128 or 256.
     q: Any
-    k: Any
-    d_out: Any
+    k: Any  # ``[B, S, K, H]``, q's dtype
+    d_out: Any  # ``[B, T, N, H]``, q's dtype; 0 where a query sees nothing
+    # Float32 ``[B, N, Tq]``, `T` rounded up to 128: log-sum-exps in powers of two, ``inf`` for rows
+    # that do not exist or see nothing.
     lse: Any
-    delta: Any
-    query_lengths: Any
-    key_lengths: Any
+    delta: Any  # float32 ``[B, N, Tq]``: ``rowsum(d_out * out)`` less the residual's cotangent
+    query_lengths: Any  # int32 ``[B]``
+    key_lengths: Any  # int32 ``[B]``
+    # Int32 ``[B]``, by how much a query's position exceeds that of the key of its number; None if
+    # nowhere.
     shifts: Any = None
-    query_ids: Any = None
-    key_ids: Any = None
+    query_ids: Any = None  # int32 ``[B, Tq]``, segments; None where there are none
+    key_ids: Any = None  # int32 ``[B, Sk]`` beside them, `S` rounded up to 128
+    # Int32 ``[B, 2, Tq]``, instead of segments: from which key on each query sees them, and up to
+    # which.
     own: Any = None
+    # Int32 ``[B, 4, Tq / 128]``, `segments.Bounds` of queries among 64 keys each; with segments or
+    # `own`, and so are the three that follow.
     query_bounds: Any = None
-    key_bounds: Any = None
-    query_order: Any = None
-    key_order: Any = None
-    slopes: Any = None
+    key_bounds: Any = None  # int32 ``[B, 4, Sk / 128]``, of keys among 64 queries each
+    query_order: Any = None  # int32 ``[B * Tq / 128]``, `segments.order` of tiles of queries
+    key_order: Any = None  # int32 ``[B * Sk / 128]``, of keys
+    slopes: Any = None  # float32 ``[N]``, by which scores fall with the distance, in powers of two
+    # ``[B or 1, N or 1, T' or 1, S']``, added to scores; `T'` and `S'` are at least the numbers of
+    # queries and of keys, `S'` is a multiple of 4.
     bias: Any = None
+    # Float32 ``[B]``, by which a sequence's share of the bias' gradient is multiplied; None for 1.
     gains: Any = None
 
     @property
@@ -188,17 +157,8 @@ def span(
     further.
     """
     last = first + (count - 1)
-    start, stop, full_start, full_stop = jnp.int32(0), length, jnp.int32(0), length
-    if after is not None:
-        stop = jnp.minimum(stop, last + (after + 1))
-        full_stop = jnp.minimum(full_stop, first + (after + 1))
-    if before is not None:
-        start = jnp.maximum(first - before, 0)
-        full_start = jnp.maximum(last - before, 0)
-    if segments is not None:
-        start, stop = jnp.maximum(start, segments.start), jnp.minimum(stop, segments.stop)
-        full_start = jnp.maximum(full_start, segments.full_start)
-        full_stop = jnp.minimum(full_stop, segments.full_stop)
+    seen = visible(first, last, length, before, after, segments)
+    start, stop, full_start, full_stop = seen
     step = jnp.int32(ROWS)
     end = lax.div(jnp.maximum(stop, 0) + (step - 1), step)
     begin = jnp.minimum(lax.div(start, step), end)
@@ -303,11 +263,3 @@ def store(x: jax.Array, memory: Ref, target: Ref) -> None:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(memory, target.at[:, begin : begin + width])
         plgpu.wait_smem_to_gmem(0)
-
-
-def along_rows(x: jax.Array, columns: int) -> jax.Array:
-    return lax.broadcast_in_dim(x, (ROWS, columns), (0,))
-
-
-def iota() -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)

@@ -1,17 +1,12 @@
 """Decode over pages of latents, for Hopper: absorbed multi-head latent attention.
 
+Roofline, H200, 64 sequences of 8,192 tokens: 1,152 bytes a token in 16 bits, 644 in e4m3, 388 in
+turbo4, so 140, 79 and 47 us; 2 * N * (576 + 512) operations, 92 us for 16 heads (as for 64) and 185
+for 128. Target: 0.8 of the larger. Seen: 16 bits 180 and 306 us, e4m3 215 and 406, turbo4 206 and
+410. Far from its floor is one short sequence, which has 8 programs.
+
 A token has one latent of 512 channels, key and value of all heads, and 64 rotary channels that all
 keys share. N heads are N queries of the same token, so a program takes 64 rows of them at once.
-
-Roofline, H200 (4.3 TB/s and 790 T/s as measured):
-  - bytes of a token: 1,152 in 16 bits, 644 in e4m3, 388 in turbo4, rotary channels in 16 bits.
-  - operations: 2 * N * (576 + 512) a token; N below 64 costs as much as 64.
-                              16 heads                    128 heads
-                    bf16  e4m3  turbo4  matrix     bf16  matrix
-  64 x 8k            140    79      47      92      140     185   us
-  1 x 128k            35    20      12      23       35      46
-  16 x 32k           140    79      47      92      140     185
-Target: 0.8 of the larger of the two.
 
 A program has three warpgroups. The first finds weights of 64 tokens: scores from shared memory,
 softmax, and the weights into shared memory. Both the first and the second sum, each its half of the
@@ -24,30 +19,10 @@ ptxas does not compile a product of 128 sums a thread where a thread starts with
 Sequences are taken in parts at fixed positions, and `paged_prompt.join` adds up what was found in
 order: a query's bits depend on its own position and on what its sequence holds alone.
 
-Versions, whole calls, pages of 64 tokens in random order, one query token, H200, jax 0.11.2, us:
-                                   64 x 8k       16 x 32k       1 x 128k
-    heads                          16    128      16    128      16    128
-  XLA, bf16, pages gathered      722   1028                    197    336
-  XLA, bf16, dense               326    627                     96    232
-  v1    bf16                            309     183    295      60     81
-        e4m3                            426                     69    112
-        turbo4                    209   431                     67    112
-  v2    bf16                      203   316     201    300      64     83
-        e4m3                      215   406                     64    106
-        turbo4                    206   410     208    395      62    106
-  v3    bf16                      180   306
-v1 has weights in shared memory for both products, and the third warpgroup alone expands: 3.2 us a
-tile of 64 rows, where bf16 takes 2.2 with 128 heads, and 2.8 with 16, bound by memory.
-v2: the first warpgroup's weights stay in registers, the second expands half of a tile, and tiles
-are asked for in the L2 cache two ahead. That made codes up to 9 % faster, and 16 bits slower.
-v3: 16 bits are not asked for (one ahead: 193 with 16 heads). Codes are: turbo4 210 without.
-Not the default: parts of 8,192 tokens for 64 x 8k, 128 heads, with nothing to join: bf16 262 (559
-T/s, in v1 257), turbo4 353. Parts of 4,096: bf16 286.
-What is far from its floor: one short sequence. 1 x 8k has 8 programs, with 16 heads as with 128:
-bf16 38 and 69, turbo4 51 and 97, XLA dense 15 and 26. Parts of 256 tokens: bf16 18 with 16 heads.
-Rows: `benchmarks/results/models_tuning_2026-11-25.json`.
+Roofline in full and versions: `docs/kernels/latent.md`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -59,28 +34,177 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import LOG2_E, Ref
-from pallas_kernels.mosaic import ring
-from pallas_kernels.mosaic.hopper.latent import ahead, expand, store
-from pallas_kernels.mosaic.hopper.latent.expand import SHARES
+from pallas_kernels.mosaic import lane, ring
+from pallas_kernels.mosaic.hopper.latent import tiles
 from pallas_kernels.mosaic.hopper.latent.tiles import (
     HALF,
     HALVES,
     LATENT,
     ROPE,
     TILE,
+    TOKENS,
     Inputs,
     Settings,
     Work,
+    first_row,
+    place,
     settings,
 )
 from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
 from pallas_kernels.mosaic.hopper.paged_prompt import tiles as prompt_tiles
-from pallas_kernels.mosaic.hopper.paged_prompt.memory import pieces
-from pallas_kernels.mosaic.hopper.paged_prompt.products import accumulator, along
-from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS
+from pallas_kernels.mosaic.hopper.paged_prompt.expand import BYTE_OFFSET, Codec, centroids
+from pallas_kernels.mosaic.hopper.paged_prompt.products import accumulator
+from pallas_kernels.mosaic.hopper.paged_prompt.tiles import pieces
+from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
+from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, SCALAR
 
-STAGES = 2
-"""Tiles of tokens: all that there is room for."""
+# Expansion ----------------------------------------------------------------------------------------
+# Two warpgroups share a tile of 64 tokens: a warp of each has eight of 16 tokens, all in one page.
+# For half a token at a time each lane loads eight channels, 4 or 8 bytes, and stores 16 bytes where
+# the matrix unit finds them. What is loaded stays in registers until its slot is free, so loads run
+# ahead of it.
+
+SHARES = 2  # warpgroups that expand a tile
+
+
+class Codes:
+    """How a warpgroup expands tiles to `dtype`, ``"bfloat16"`` or ``"float16"``."""
+
+    def __init__(self, x: Inputs, codec: Codec, dtype: str) -> None:
+        self.x, self.codec, self.dtype = x, codec, dtype
+        self.words = codec.bits // 4
+        """Words of eight channels."""
+        self.tokens = TOKENS // SHARES
+        """Tokens of a warp's share of a tile."""
+        self.count = HALVES * self.tokens * self.words
+        """Words of a lane."""
+
+    def load(self, work: Work, j: jax.Array, share: int) -> list[jax.Array]:
+        """Begins to load share 0 or 1 of a tile; returns what `store` takes."""
+
+        def f(refs: Any, *numbers: Any) -> tuple[Any, Any]:
+            arrays = [Pointer.to(ref) for ref in refs]
+            words, factor = self.loaded(arrays, [lane.scalar(n) for n in numbers], share)
+            zero = lane.number(0.0)
+            return fragments.carrier(words), fragments.of_rows([[factor, zero], [zero, zero]])
+
+        refs = (self.x.latent, self.x.scale, self.x.tables)
+        types = ((plgpu.RefType(),) * len(refs), SCALAR, SCALAR, SCALAR)
+        out = ring.array((ROWS, 2 * self.count), jnp.int32), ring.array((ROWS, _EIGHT), jnp.float32)
+        return list(ring.inline(f, types, out)(refs, work.b, j, work.length))
+
+    def loaded(
+        self, arrays: list[Pointer], numbers: list[Int], share: int
+    ) -> tuple[list[Int], Float]:
+        """A lane's words of a share, and the factor of the warp's token with the lane's number.
+
+        `arrays` are latents, their scales, tables; `numbers` as for `tiles.first_row`.
+        """
+        latent, scale, tables = arrays
+        _, own = place()
+        first = first_row(tables, numbers, self.x) + share * self.tokens
+        factor = scale.times(first + (own & (self.tokens - 1)), 4).float()
+        size = LATENT * self.codec.bits // 8
+        at = latent.times(first, size).at(own * (4 * self.words))
+        words: list[Int] = []
+        for i in range(self.tokens):
+            for half in range(HALVES):
+                words += at.at(i * size + half * size // HALVES).words(self.words)
+        return words, factor
+
+    def store(self, loaded: list[jax.Array], target: Ref, share: int) -> None:
+        """Stores a share of a tile to a slot ``[2, 64, 256]``."""
+
+        def f(words: Any, factors: Any, target: Any) -> None:
+            factor = fragments.by_row(factors)[0][0]
+            self.stored(fragments.scalars(words), factor, Pointer.to(target), share)
+
+        types = (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, ring.tile_type(target))
+        ring.inline(f, types)(*loaded, target)
+
+    def stored(self, words: list[Int], factor: Float, target: Pointer, share: int) -> None:
+        warp, own = place()
+        for i in range(self.tokens):
+            unit = lane.from_lane(factor, lane.integer(i))
+            if self.codec.centroids:
+                unit = unit * self.codec.unit
+            for half in range(HALVES):
+                begin = (i * HALVES + half) * self.words
+                at = target.at(offset(warp, share * self.tokens + i, half, own))
+                at.store_words(self.numbers(words[begin : begin + self.words], unit))
+
+    def numbers(self, words: list[Int], unit: Float) -> list[Int]:
+        """Eight channels as four words, times a token's unit."""
+        if self.codec.centroids:
+            # The multiplication subtracts their offset, too.
+            middle = unit * -(BYTE_OFFSET + self.codec.middle)
+            raw = dataclasses.replace(self.codec, middle=-BYTE_OFFSET)
+            x = [v.fma(unit, middle) for v in centroids(words[0], raw)]
+        else:
+            halves = [half for word in words for half in lane.half.from_e4m3(word)]
+            x = [v * unit for half in halves for v in lane.half.unpack(half)]
+        return [lane.half.pack(x[i], x[i + 1], self.dtype) for i in range(0, _EIGHT, 2)]
+
+
+def offset(warp: Int, token: int, half: int, own: Int) -> Int:
+    """Where a lane's 16 bytes of a token (of its warp's 16) and half of the channels go in a slot.
+
+    Eight rows of 64 channels lie together, pieces of 16 bytes interleaved.
+    """
+    row, blocks = token % _EIGHT, HALF // 64
+    block = (warp * 2 + token // _EIGHT) * blocks + (own >> 3)
+    return block * 1024 + ((own ^ row) & 7) * 16 + (half * TILE * HALF * 2 + row * 128)
+
+
+# Results ------------------------------------------------------------------------------------------
+
+
+def channels(
+    x: jax.Array, out: Ref, base: jax.Array, first: jax.Array, rows: int, channel: jax.Array
+) -> None:
+    """Stores the channels of `x`, float32 ``[64, n]``, to `out`, ``[.., rows, H]``, at `channel`.
+
+    `base` is the number of the sequence's first row in `out`, and `first` that of the first row of
+    `x` in the sequence; rows past the sequence's `rows` are not stored.
+    """
+    width, dtype = out.shape[-1], jnp.dtype(out.dtype)
+
+    def f(x: Any, out: Any, *numbers: Any) -> None:
+        start, row, column = (lane.scalar(n) for n in numbers)
+        own, t = fragments.row_and_place()
+        for half, values in enumerate(fragments.by_row(x)):
+            at = row + own + (_EIGHT * half)
+            with lane.when(at < rows):
+                target = Pointer.to(out).times(start + at, width * dtype.itemsize)
+                target = target.at((column + t * 2) * dtype.itemsize)
+                for i in range(0, len(values), 2):
+                    pair, here = values[i : i + 2], target.at(4 * i * dtype.itemsize)
+                    if dtype.itemsize == 2:
+                        here.store(lane.half.pack(pair[0], pair[1], dtype.name))
+                    else:
+                        here.store_words([v.as_int() for v in pair])
+
+    kinds = (plgpu.Layout.WGMMA, plgpu.RefType(), SCALAR, SCALAR, SCALAR)
+    ring.inline(f, kinds)(x, out, base, first, channel)
+
+
+def numbers(x: jax.Array, out: Ref, base: jax.Array, first: jax.Array, rows: int) -> None:
+    """Stores a number of each row, float32 ``[64]``, to ``[.., rows]``; see `channels`."""
+
+    def f(x: Any, out: Any, *numbers: Any) -> None:
+        start, row = (lane.scalar(n) for n in numbers)
+        own, t = fragments.row_and_place()
+        for half, value in enumerate(fragments.scalars(x)):
+            at = row + own + (_EIGHT * half)
+            with lane.when(t.equals(0) & (at < rows)):
+                Pointer.to(out).times(start + at, 4).store(value)
+
+    ring.inline(f, (ROW, plgpu.RefType(), SCALAR, SCALAR))(x, out, base, first)
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+STAGES = 2  # tiles of tokens: all that there is room for
 
 
 class Memory(NamedTuple):
@@ -128,10 +252,6 @@ _MATRIX = plgpu.Layout.WGMMA
 _EIGHT = 8
 
 
-def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
-
-
 # What copies --------------------------------------------------------------------------------------
 
 
@@ -173,7 +293,7 @@ def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax
         # The queries' memory becomes free later than the first tile's.
         pl.when(j == work.tiles.begin)(lambda: _copy_queries(work, x, y))
         if s.ahead:
-            pl.when(j + s.ahead < work.tiles.end)(lambda: ahead.ask_for(work, j + s.ahead, x))
+            pl.when(j + s.ahead < work.tiles.end)(lambda: tiles.ask_for(work, j + s.ahead, x))
 
     def copied(j: jax.Array, slot: jax.Array) -> jax.Array:
         plgpu.barrier_wait(y.free.at[slot])
@@ -182,7 +302,7 @@ def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax
 
     if s.codec is None:
         return lax.fori_loop(work.tiles.begin, work.tiles.end, copied, slot)
-    codes = expand.Codes(x, s.codec, jnp.dtype(x.q.dtype).name)
+    codes = Codes(x, s.codec, jnp.dtype(x.q.dtype).name)
 
     def expanded(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         slot, *words = carry
@@ -195,7 +315,7 @@ def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax
 
 
 def _expand(
-    codes: expand.Codes,
+    codes: Codes,
     words: list[jax.Array],
     share: int,
     work: Work,
@@ -236,11 +356,11 @@ def _hide(
         lost.clean(y.latent.at[slot, i], y.lost.at[i], count)
     plgpu.commit_smem()
     last = work.token_of() + (work.begin - j * TILE)
-    key = along(plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=COLUMN), scores.shape, 1)
-    seen, first = key <= along(last, scores.shape, 0), jnp.zeros_like(last)
+    key = ring.along(ring.iota(COLUMN, TILE), scores.shape, 1)
+    seen, first = key <= ring.along(last, scores.shape, 0), jnp.zeros_like(last)
     if s.window is not None:
         first = last - s.window
-        seen = seen & (key >= along(first, scores.shape, 0))
+        seen = seen & (key >= ring.along(first, scores.shape, 0))
     words = [y.lost[0, i] | y.lost[1, i] for i in range(TILE // lost.BITS)]
     return lost.spoil(jnp.where(seen, scores, -jnp.inf), words, first, last)
 
@@ -269,15 +389,15 @@ def _attend(
         # 0 in rows where nothing was visible yet.
         shift = jnp.where(top == -jnp.inf, 0.0, top)
         alpha = jnp.exp2(m - shift)
-        p = jnp.exp2(found - along(shift, found.shape, 0))
+        p = jnp.exp2(found - ring.along(shift, found.shape, 0))
         l = l * alpha + jnp.sum(p, axis=1)
-        o, p = o * along(alpha, o.shape, 0), p.astype(y.p.dtype)
+        o, p = o * ring.along(alpha, o.shape, 0), p.astype(y.p.dtype)
         o = _add(o, p, slot, jnp.int32(0), y, lambda: _hand_over(p, alpha, y))
         return o, top, l, ring.next_slot(slot, STAGES)
 
     edge, plain = (functools.partial(step, is_edge=x) for x in (True, False))
-    tiles, o = work.tiles, _full(0.0, (ROWS, HALF), _MATRIX)
-    carry = (o, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), slot)
+    tiles, o = work.tiles, ring.full(0.0, (ROWS, HALF), _MATRIX)
+    carry = (o, ring.full(-jnp.inf, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW), slot)
     pl.when(work.is_any)(lambda: plgpu.barrier_wait(y.q_ready))
     if s.window is not None:
         carry = lax.fori_loop(tiles.begin, tiles.inner, edge, carry)
@@ -294,7 +414,7 @@ def _attend(
     plgpu.barrier_arrive(y.p_ready)
     lse = jnp.where(nothing, -jnp.inf, m * (1 / LOG2_E) + jnp.log(l)) + broken
     _store(o, share, jnp.int32(0), work, results[0])
-    store.numbers(lse, results[1], work.base, work.first, work.rows)
+    numbers(lse, results[1], work.base, work.first, work.rows)
     return slot
 
 
@@ -316,10 +436,10 @@ def _add(
 
 
 def _store(o: jax.Array, share: jax.Array, half: jax.Array, work: Work, out: Ref) -> None:
-    share = along(share, o.shape, 0)
+    share = ring.along(share, o.shape, 0)
     # Rows that see nothing may have summed tokens of other rows.
     o = jnp.where(share == 0, 0.0, o * share)
-    store.channels(o, out, work.base, work.first, work.rows, half * HALF)
+    channels(o, out, work.base, work.first, work.rows, half * HALF)
 
 
 # What sums the other half -------------------------------------------------------------------------
@@ -330,7 +450,7 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
 
     While the first warpgroup finds a tile's weights, this one expands its share of the next tile.
     """
-    codes = None if s.codec is None else expand.Codes(x, s.codec, jnp.dtype(x.q.dtype).name)
+    codes = None if s.codec is None else Codes(x, s.codec, jnp.dtype(x.q.dtype).name)
 
     def factors() -> jax.Array:
         plgpu.barrier_wait(y.p_ready)
@@ -351,14 +471,14 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
         following = ring.next_slot(slot, STAGES)
         words = expanded(words, j + 1, following)
         plgpu.barrier_wait(y.ready.at[slot])
-        o = o * along(factors(), o.shape, 0)
+        o = o * ring.along(factors(), o.shape, 0)
         o = _add(o, y.p, slot, jnp.int32(1), y, lambda: None)
         plgpu.barrier_arrive(y.p_free)
         return o, following, *words
 
     begin, end = work.tiles.begin, work.tiles.end
     words = [] if codes is None else expanded(codes.load(work, begin, 1), begin, slot)
-    o = _full(0.0, (ROWS, HALF), _MATRIX)
+    o = ring.full(0.0, (ROWS, HALF), _MATRIX)
     o, slot, *_ = lax.fori_loop(begin, end, step, (o, slot, *words))
     share = factors()
     plgpu.barrier_arrive(y.p_free)

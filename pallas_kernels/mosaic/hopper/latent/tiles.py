@@ -1,7 +1,7 @@
 """Decode over latents on Hopper: what is static, what is read, and the work of a program."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,41 +10,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic import lane, ring
 from pallas_kernels.mosaic.hopper.paged_prompt.expand import Codec
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import Span, span
-from pallas_kernels.mosaic.ring import ROW, ROWS
+from pallas_kernels.mosaic.lane import Int, Pointer
+from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR
 
-TILE = 64
-"""Tokens that are multiplied at once."""
-LATENT, ROPE = 512, 64
-"""Channels: of the latent, and of the rotary part of a key."""
-HALVES = 2
-"""Halves of the latent's channels; each is summed by its own warpgroup."""
+TILE = 64  # tokens that are multiplied at once
+LATENT, ROPE = 512, 64  # channels: of the latent, and of the rotary part of a key
+HALVES = 2  # halves of the latent's channels; each is summed by its own warpgroup
 HALF = LATENT // HALVES
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
-
-    Attributes:
-      scale: factor of the products.
-      window: how many earlier tokens a query sees, or None.
-      part: tokens of the parts that programs take, a multiple of a tile's.
-      codec: how the latent is stored if not in the query's 16 bits.
-      ahead: prefetch to the L2 cache the tile that is so many after the one being copied; 0 for
-        none.
-      registers: of a thread that attends and of one that copies.
-      programs: how many run side by side, one to a multiprocessor.
-    """
-
-    scale: float
-    window: int | None = None
-    part: int = 1024
-    codec: Codec | None = None
+    scale: float  # factor of the products
+    window: int | None = None  # how many earlier tokens a query sees, or None
+    part: int = 1024  # tokens of the parts that programs take, a multiple of a tile's
+    codec: Codec | None = None  # how the latent is stored if not in the query's 16 bits
+    # Prefetch to the L2 cache the tile that is so many after the one being copied; 0 for none.
     ahead: int = 2
-    registers: tuple[int, int] = (216, 72)
-    programs: int = 132
+    registers: tuple[int, int] = (216, 72)  # of a thread that attends and of one that copies
+    programs: int = 132  # how many run side by side, one to a multiprocessor
 
 
 def settings(
@@ -127,5 +114,55 @@ class Work:
         return self.tiles.begin < self.tiles.end
 
     def token_of(self) -> jax.Array:
-        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + self.first
+        row = ring.iota(ROW) + self.first
         return lax.div(row, jnp.full_like(row, self.heads))
+
+
+# Ahead --------------------------------------------------------------------------------------------
+# Tiles that are asked for in the L2 cache before there is room for them in shared memory: there is
+# for two alone, so while they are attended to nothing would be on its way from memory.
+
+TOKENS = 16  # tokens of a tile for each of a warpgroup's warps: all are in one page
+_LANES, _LINE = 32, 128
+
+
+def place() -> tuple[Int, Int]:
+    thread = lane.special("tid.x")
+    return (thread >> 5) & 3, thread & (_LANES - 1)
+
+
+def first_row(tables: Pointer, numbers: list[Int], x: Inputs) -> Int:
+    """The pool's number of this warp's first token in a tile; any number past the sequence's end.
+
+    `numbers` are the sequence, the tile, and the sequence's length; only sizes of `x` are read.
+    """
+    b, tile, length = numbers
+    page_size, max_pages = x.rope.shape[1], x.tables.shape[1]
+    warp, _ = place()
+    token = (tile * TILE + warp * TOKENS).minimum((length - 1).maximum(0))
+    entry = (token // page_size).minimum(max_pages - 1)
+    page = tables.at((b * max_pages + entry) * 4).word()
+    return page * page_size + token % page_size // TOKENS * TOKENS
+
+
+def ask_for(work: Work, j: jax.Array, x: Inputs) -> None:
+    """Prefetches tile `j`; past a sequence's end, some other tile."""
+
+    def f(refs: Any, *numbers: Any) -> None:
+        asked_for([Pointer.to(ref) for ref in refs], [lane.scalar(n) for n in numbers], x)
+
+    refs = (x.latent, x.rope, x.tables)
+    types = ((plgpu.RefType(),) * len(refs), SCALAR, SCALAR, SCALAR)
+    ring.inline(f, types)(refs, work.b, j, work.length)
+
+
+def asked_for(arrays: list[Pointer], numbers: list[Int], x: Inputs) -> None:
+    """A lane's part of `ask_for`; `arrays` are latents, rotary parts and tables."""
+    *sources, tables = arrays
+    row, (_, own) = first_row(tables, numbers, x), place()
+    for source, ref in zip(sources, (x.latent, x.rope), strict=True):
+        size = ref.shape[-1] * ref.dtype.itemsize
+        lines = TOKENS * size // _LINE
+        for i in range(0, lines, _LANES):
+            line = own + i if lines >= _LANES else own & (lines - 1)
+            lane.prefetch(source.times(row, size).at(line * _LINE))

@@ -19,20 +19,12 @@ _GATES = {"swiglu": "silu", "geglu": "gelu"}
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """The epilogue's static settings.
-
-    Attributes:
-      activation: None, ``"silu"``, ``"gelu"``; of gated weights ``"swiglu"`` or ``"geglu"``.
-      has_residual: whether something is added at the end.
-      dtype: ``"bfloat16"`` or ``"float16"``.
-      swizzle: bytes over which rows of the output in shared memory are interleaved; 0 for none.
-    """
-
+    # None, ``"silu"``, ``"gelu"``; of gated weights ``"swiglu"`` or ``"geglu"``.
     activation: str | None
     has_bias: bool
-    has_residual: bool
-    dtype: str
-    swizzle: int
+    has_residual: bool  # whether something is added at the end
+    dtype: str  # ``"bfloat16"`` or ``"float16"``
+    swizzle: int  # bytes over which rows of the output in shared memory are interleaved; 0 for none
 
     @property
     def outputs(self) -> int:

@@ -1,13 +1,9 @@
 """INT4 weights times e4m3 activations of few tokens, up to 64, for Hopper (FireQ, section 3.1.1).
 
-Roofline, for weights of 14336 x 4096 on an H200, which copies at 4.3 TB/s:
-  - bytes: 29.4 MB of codes and 0.5 MB of scales: 7 us. Latency is some 0.8 us, so 26 KB of each
-    multiprocessor must be on their way at any time.
-  - instructions: 7 for eight weights, of which a multiprocessor does 64 lanes a clock: 112 clocks
-    for a tile of 64 rows and 128 inputs, 4 KB. At 4 TB/s there are some 240 clocks for it.
-  - products: 8 instructions a tile, 64 clocks of the matrix units for 16 tokens, 256 for 64.
-  - tokens: each program reads those of its inputs, from L2: 16 tokens 3.7 or 7.3 MB, 64 15 MB.
-Target: 13 us for 16 tokens, 12.5 for one, 15 for 64. A launch and the first latency take 2.5 us.
+Roofline, for weights of 14336 x 4096 on an H200: 30 MB, 7 us; conversion takes 112 of some 240
+clocks that a tile has, products 64 for 16 tokens and 256 for 64. Target: 13 us for 16 tokens, 12.5
+for one, 15 for 64. Seen: 12.2, 11.7 and 20.1. Of 14.1 us 11.2 are left without conversion, 12.9
+without adding up a cluster's sums.
 
 Every warpgroup takes 64 rows and a share of the inputs, one tile after the other. One of its lanes
 copies tiles ahead to slots of its own; nobody else waits for them. Weights are rows of the product
@@ -25,28 +21,12 @@ multiprocessor fill its waits. Where the registers of the next product's operand
 a product, as in `int4.py`, ptxas lets it wait after each of the instructions (its message C7513),
 and nothing is hidden; as it is here they follow one another.
 
-Microseconds on an H200 (device time, weights rotated beyond L2), 16 tokens unless said otherwise.
-"R x Q x S": rows of tiles of a program, its warpgroups for each, programs of a cluster; D slots.
-  14336 x 4096    one operand, 4x1x2 D8 16.5, D5 15.3, D12 17.6; two, D8 14.8, D6 14.1, D4 13.4;
-                  2x2x1 D6 13.1, D4 12.2; 2x3x1 13.5; 4x2x2 (64 registers) 16.5; 1x3x1, two
-                  programs on a multiprocessor, 15.5; 7x1x4 24.7
-                  1 token 4x1x2 D4 11.9, 2x2x1 D6 11.7; 64 tokens 4x1x2 D4 20.1, 2x2x1 D5 22.0
-  4096 x 4096     one operand, 4x1x8 15.6; two, 1x1x2 8.0, 1x4x2 7.9, 1x6x2 9.1, 1x4x1 D6 7.8
-  6144 x 4096     one operand, 3x1x4 16.4; two, 1x4x1 D6 8.5, 3x1x4 11.1, 4x1x5 16.3
-  11008 x 4096    one operand, 3x1x2 13.5; two, 11.0, 3x2x2 12.5, 2x2x1 D6 12.3
-  4096 x 14336    one operand, 4x1x8 29.8; two, 1x4x2 D6 14.9, 1x6x2 16.3, 1x7x2 18.1
-  28672 x 4096    one operand, 4x1x1 25.6; two, D6 21.5, 7x1x2 21.2
-  28672 x 8192    one operand, 4x1x1 45.1; two, D4 38.4, 7x1x2 35.6
-Beside them bf16 and XLA's e4m3: 33.9 and 19.0 (1 token 30.4 and 17.5, 64 tokens 35.1 and 21.0),
-11.8 and 8.8, 17.0 and 10.9, 27.5 and 15.1, 32.2 and 18.1, 55.2 and 29.6, 115 and 63.6.
-What takes the time (4x1x2 D6, 14.1): without conversion 11.2, without adding up the cluster's sums
-12.9, without loading tokens 13.9. Of clusters of four, 30 fit on an H200 at a time (13440 x 4096
-14.8) and 32 do not: the last ones wait for the first, which is what many parts cost before.
+Roofline in full and versions: `docs/kernels/matmul.md`.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,23 +35,271 @@ from jax import lax
 from pallas_kernels.mosaic import lane, lanes
 from pallas_kernels.mosaic.hopper.matmul import epilogue
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
-from pallas_kernels.mosaic.hopper.matmul.few_inputs import (
-    PITCH,
-    ROWS,
-    THREADS,
-    Arrays,
-    Operand,
-    Weights,
-    Work,
-    load_token_scales,
-    load_tokens,
-)
-from pallas_kernels.mosaic.hopper.matmul.few_inputs import Memory as Memory
-from pallas_kernels.mosaic.hopper.matmul.few_inputs import Settings as Settings
-from pallas_kernels.mosaic.hopper.matmul.rounding import load_rounded
+from pallas_kernels.mosaic.hopper.matmul.rounding import Rounding, load_rounded
 from pallas_kernels.mosaic.lane import ClusterPointer, Float, Int, Pointer
 from pallas_kernels.mosaic.products import int4
-from pallas_kernels.mosaic.products.int4 import TABLE_BYTES, TABLES
+from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
+
+ROWS = 64  # rows of a tile
+TILE_BYTES = ROWS * ROW_BYTES
+THREADS = 128
+_TABLES_BYTES = TABLES * TABLE_BYTES
+# Numbers from one token's sums to the next, so that lanes write a tile's sums to all banks.
+PITCH = ROWS + 4
+_CHUNK = 16
+_CHUNKS = GROUP // _CHUNK
+# Loads of tokens that a lane has in flight.
+_AHEAD = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    epilogue: Epilogue
+    tokens: int  # columns of a product: 8, 16, 32 or 64
+    warpgroups: int
+    parts: int  # programs that share rows, each with part of the inputs; at most 8
+    stages: int  # tiles of a warpgroup that are being copied or in use
+    # Groups of inputs whose tokens are in shared memory at a time, as many for each warpgroup that
+    # shares rows; or all of a program's.
+    resident: int
+    splits: int = 1  # warpgroups of a program that share rows, each with part of its inputs
+    # Of tokens that are not e4m3 yet, or None; then all of a program's are resident.
+    rounding: Rounding | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        return self.tokens * GROUP
+
+    def part_of(self, groups: int) -> int:
+        """The most groups of inputs that a program has."""
+        return -(-groups // self.parts)
+
+    @property
+    def tiles(self) -> int:
+        return self.warpgroups // self.splits
+
+    @property
+    def shares(self) -> int:
+        """Warpgroups that share rows, in all programs of a cluster."""
+        return self.parts * self.splits
+
+    def share_of(self, groups: int) -> int:
+        """The most groups of inputs that a warpgroup has."""
+        return -(-groups // self.shares)
+
+    @property
+    def slots_bytes(self) -> int:
+        """Shared memory of a warpgroup's tiles, and of its sums at the end."""
+        return max(self.stages * TILE_BYTES, self.tokens * PITCH * 4)
+
+
+class Memory(NamedTuple):
+    """Offsets in a program's shared memory; the tokens come first."""
+
+    slots: int  # each warpgroup's tiles
+    scales: int  # those of each warpgroup's part of the inputs
+    factors: int  # float32 scales of each warpgroup's outputs, then their biases
+    tables: int  # of products of scales and codes
+    token_scales: int  # float32
+    maxima: int  # of tokens that are rounded here
+    barriers: int  # eight bytes for each slot of each warpgroup
+    size: int
+
+    @classmethod
+    def of(cls, s: Settings, groups: int, scale_bytes: int) -> "Memory":
+        share = s.share_of(groups)
+        sizes = (
+            s.resident * s.token_bytes,
+            s.warpgroups * s.slots_bytes,
+            s.warpgroups * share * ROWS * scale_bytes,
+            s.warpgroups * 2 * ROWS * 4,
+            _TABLES_BYTES,
+            s.tokens * 4,
+            s.tokens * 4,
+            s.warpgroups * s.stages * 8,
+        )
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        return cls(*ends)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arrays:
+    """A call's arrays as pointers, and their sizes."""
+
+    codes: Pointer  # ``[N' / 64, groups, 64, 64]``
+    scales: Pointer  # ``[N' / 64, groups, 64]``
+    tables: Pointer | None  # of e4m3 scales, or None
+    x: Pointer  # e4m3 ``[M, inputs]``, or as `Settings.rounding` says
+    token_scales: Pointer | None  # bfloat16 ``[M]``, or None if tokens are rounded here
+    output_scales: Pointer  # float32 ``[N']``
+    bias: Pointer | None  # float32 ``[N']``, or None
+    residual: Pointer | None  # ``[M, width]``, or None
+    out: Pointer  # ``[M, width]``
+    tiles: int  # ``N' / 64``
+    groups: int  # of 128 inputs
+    tokens: int  # `M`
+    inputs: int  # of a token, a multiple of 16
+    width: int
+    scale_dtype: str  # ``"uint8"`` (e4m3), ``"bfloat16"`` or ``"float16"``
+
+    @property
+    def scale_bytes(self) -> int:
+        return 1 if self.scale_dtype == "uint8" else 2
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Work:
+    """What a warpgroup works on: a row of tiles, and which of these."""
+
+    tile: Int  # number of its 64 rows among all; past the last row, the last once more
+    first: Int  # the program's first group of inputs
+    begin: Int  # the warpgroup's first group
+    count: Int  # how many groups the warpgroup has
+    split: Int  # its number among the program's warpgroups that share rows
+    part: Int  # the program's number in its cluster
+    is_real: lane.Bool  # whether the rows exist
+
+    @classmethod
+    def of(cls, a: Arrays, ids: list[Int], number: Int, s: Settings) -> "Work":
+        """For warpgroup `number` of program ``ids = [rows, part]``."""
+        row, split = number // s.splits, number % s.splits
+        tile = ids[0] * s.tiles + row
+        share = ids[1] * s.splits + split
+        begin = share * a.groups // s.shares
+        end = (share + 1) * a.groups // s.shares
+        return cls(
+            tile.minimum(a.tiles - 1),
+            ids[1] * s.splits * a.groups // s.shares,
+            begin,
+            end - begin,
+            split,
+            ids[1],
+            tile < a.tiles,
+        )
+
+    def begin_of(self, a: Arrays, split: int, s: Settings) -> Int:
+        """The first group of warpgroup `split` of the program."""
+        return (self.part * s.splits + split) * a.groups // s.shares
+
+
+# Weights -----------------------------------------------------------------------------------------
+
+
+class Operand(NamedTuple):
+    """A tile as two left operands of a product."""
+
+    plus: list[Int]  # words as `lane.start_product` takes them, of the values that are not negative
+    minus: list[Int]  # words of the negative values, without signs
+    scales: list[Float]  # the part of the scales of the lane's two rows that is not in the words
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights:
+    """A warpgroup's tiles, as they arrive."""
+
+    a: Arrays
+    work: Work
+    slots: Pointer  # shared memory of the tiles
+    scales: Pointer  # shared memory of all scales
+    factors: Pointer  # shared memory of the outputs' scales and biases
+    tables: Pointer  # of e4m3 scales
+    barriers: Pointer  # one for each slot
+    number: Int  # of the warpgroup
+    here: tuple[Int, Int]  # the lane's first row and place
+    s: Settings
+
+    def _copy(self, i: Int | int, slot: Int | int, more: int | Int = 0) -> None:
+        """Starts the copy of tile `i`; one lane calls it."""
+        a, work = self.a, self.work
+        barrier = self.barriers.at(slot * 8)
+        lane.expect_bytes(barrier, lane.integer(TILE_BYTES) + more)
+        first = work.tile * a.groups + work.begin
+        source = a.codes.times(first + i, TILE_BYTES)
+        lane.copy(source, self.slots.at(slot * TILE_BYTES), TILE_BYTES, barrier)
+
+    def begin(self) -> None:
+        """Prepares the barriers and starts the first copies; one lane calls it."""
+        a, work = self.a, self.work
+        for i in range(self.s.stages):
+            lane.init_barrier(self.barriers.at(8 * i))
+        lane.publish_barriers()
+        vectors = [x for x in (a.output_scales, a.bias) if x is not None]
+        size = work.count * (ROWS * a.scale_bytes)
+        first = self.barriers
+        self._copy(0, 0, size + ROWS * 4 * len(vectors))
+        row = work.tile * a.groups + work.begin
+        lane.copy(a.scales.times(row, ROWS * a.scale_bytes), self.scales, size, first)
+        for i in range(1, self.s.stages):
+            with lane.when(self.work.count > i):
+                self._copy(i, i)
+        for i, vector in enumerate(vectors):
+            target = self.factors.at(ROWS * 4 * i)
+            lane.copy(vector.times(work.tile, ROWS * 4), target, ROWS * 4, first)
+
+    def take(self, i: Int, slot: Int, parity: Int) -> Operand:
+        lane.wait(self.barriers.at(slot * 8), parity)
+        a = self.a
+        tables = None if a.tables is None else self.tables
+        scales = self.scales.at(i * (ROWS * a.scale_bytes))
+        codes = self.slots.at(slot * TILE_BYTES)
+        return Operand(*int4.load_split(codes, scales, tables, self.here, a.scale_dtype))
+
+    def refill(self, i: Int, slot: Int) -> None:
+        """Starts the next copy to the slot of tile `i`, which has been taken."""
+        later = i + self.s.stages
+        with lane.when(later < self.work.count):
+            self.meet()
+            with lane.when((lane.thread() & (THREADS - 1)).equals(0)):
+                self._copy(later, slot)
+
+    def meet(self) -> None:
+        lane.named_barrier(self.number + 1, THREADS)
+
+
+# Tokens ------------------------------------------------------------------------------------------
+
+
+def load_tokens(a: Arrays, first: Int, groups: int, target: Pointer, s: Settings) -> None:
+    """Loads groups of tokens as the right operand, by all lanes; zeros where there are none."""
+    per_token = groups * _CHUNKS
+    total, threads = s.tokens * per_token, THREADS * s.warpgroups
+    thread = lane.thread()
+    batch = min(_AHEAD, -(-total // threads))
+
+    def some(start: Int | int) -> None:
+        places, words = [], []
+        for i in range(batch):
+            number = thread + (i * threads) + start
+            token, chunk = number // per_token, number % per_token
+            byte = first * GROUP + (chunk << 4)
+            is_there = (token < a.tokens) & (byte < a.inputs)
+            source = a.x.times(is_there.where(token, 0), a.inputs).at(is_there.where(byte, 0))
+            words.append([is_there.where(x, 0) for x in source.words(4)])
+            place = (chunk >> 3) * s.token_bytes + token * GROUP
+            places.append((number < total, place + (((chunk ^ token) & 7) << 4)))
+        for (is_mine, place), four in zip(places, words, strict=True):
+            with lane.when(is_mine):
+                target.at(place).store_words(four)
+
+    if total <= threads * batch:
+        some(0)
+        return
+
+    def step(start: Int, state: list[Any]) -> list[Any]:
+        some(start)
+        return state
+
+    lane.loop(lane.integer(0), lane.integer(total), threads * batch, [], step)
+
+
+def load_token_scales(a: Arrays, target: Pointer, s: Settings) -> None:
+    assert a.token_scales is not None
+    thread = lane.thread()
+    with lane.when(thread < s.tokens):
+        token = thread.minimum(a.tokens - 1)
+        scale = (a.token_scales.at(token << 1).half() << 16).as_float()
+        target.at(thread << 2).store(scale)
+
 
 # A program ---------------------------------------------------------------------------------------
 
@@ -181,19 +409,12 @@ def _add(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Item:
-    """Four outputs of a token that a lane writes.
+    """Four outputs of a token that a lane writes."""
 
-    Attributes:
-      token: past the last token, the last once more.
-      row: row of the tile that gives the first output; of gated weights that of its gate.
-      column: of the output.
-      is_there: whether they exist.
-    """
-
-    token: Int
-    row: Int
-    column: Int
-    is_there: lane.Bool
+    token: Int  # past the last token, the last once more
+    row: Int  # row of the tile that gives the first output; of gated weights that of its gate
+    column: Int  # of the output
+    is_there: lane.Bool  # whether they exist
 
     @classmethod
     def all_of(cls, a: Arrays, work: Work, rank: Int, s: Settings) -> "list[Item]":

@@ -1,16 +1,11 @@
 """e4m3 weights times e4m3 activations for Hopper, with the epilogue of `int4_matmul`.
 
+Roofline, for weights of 14336 x 4096 and 4096 tokens: 243 us at the 1,979 T/s of an H100's 8-bit
+matrix units; 0.19 GB, 64 us. Target: 80 % of the first, 300 us. Seen: 331 (XLA 294).
+
 What INT4 weights become when there are so many tokens that it pays to expand them first.
 
-Roofline, for weights of 14336 x 4096 and 4096 tokens: 0.48 T operations, 243 us at the 1,979 T/s
-of an H100's 8-bit matrix units; 0.19 GB, 64 us. Target: 80 % of the first, 300 us.
-
-Versions, H100, jax 0.11.2, microseconds for 1024 and 4096 tokens (XLA 77 and 294):
-  v1  tiles of 256 tokens                                           96
-      of 128                                                        88
-      the same in clusters of two that share copies of tokens       97 and 103
-      of 192                                                       110
-  v2  the output written from two places in turn                           331
+Roofline in full and versions: `docs/kernels/matmul.md`.
 """
 
 import functools
@@ -32,8 +27,7 @@ from pallas_kernels.mosaic.products import wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP
 from pallas_kernels.mosaic.ring import ROWS
 
-STAGE_BYTES = TILE * GROUP
-"""Shared memory that the weights of a stage take."""
+STAGE_BYTES = TILE * GROUP  # shared memory that the weights of a stage take
 
 
 def _start(w: Ref, x: Ref, total: jax.Array | None) -> jax.Array:
@@ -66,8 +60,7 @@ def _accumulate(
 
         return total, ring.slot_after(slot, 1, s.stages), slot
 
-    zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
-    carry = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), slot, slot)
+    carry = (ring.full(0.0, (ROWS, s.tokens)), slot, slot)
     total, after, last = lax.fori_loop(work.begin, work.end, step, carry)
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(m.free.at[last])
@@ -80,24 +73,13 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings) -> None:
     me = lax.axis_index("warpgroup")
 
     def body(m: Tile, w: Ref) -> None:
-        def consume(work: Work, slot: jax.Array) -> jax.Array:
-            total, slot = _accumulate(work, slot, me, m, w, s)
-            program.store(total, work, me, m, a, s)
-            return slot
-
         def copy(g: jax.Array, slot: jax.Array, work: Work) -> None:
             source = w_ref.at[pl.ds(work.row, TILE), pl.ds(g * GROUP, GROUP)]
             plgpu.copy_gmem_to_smem(source, w.at[slot], m.ready.at[slot])
 
-        program.run_program(
-            tiles,
-            w_ref.shape[1] // GROUP,
-            m,
-            s,
-            consume,
-            lambda work, slot: program.produce(work, slot, m, a, s, copy),
-            (lambda: None, lambda: None),
-        )
+        sums = functools.partial(_accumulate, me=me, m=m, w=w, s=s)
+        consume = program.stored(sums, me, m, a, s)
+        program.run_program(tiles, w_ref.shape[1] // GROUP, m, a, s, consume, copy)
 
     pl.run_scoped(
         body,

@@ -1,14 +1,9 @@
 """INT4 weights of many experts times e4m3 tokens that are sorted by expert, for Hopper.
 
-Roofline, for 128 experts of 1536 x 2048 (Qwen3-30B-A3B, gate and up) and 512 tokens with 8 experts
-each, H200:
-  - bytes: 201 MB of codes, 3 MB of scales, 8 MB of inputs and 6 of outputs: 51 us at the 4.3 TB/s
-    of a copy, and little less for 64 tokens, since nearly every expert has one then.
-  - operations: 2 * 4096 * 1536 * 2048 = 26 G, 13 us at the 1,979 T/s of the 8-bit matrix units. And
-    11 instructions for eight weights, of which a multiprocessor does 64 lanes a clock, once for
-    each tile of tokens: 37 us.
-Bytes are the floor, and conversion is near it. A grouped product in e4m3 reads 403 MB, 94 us.
-Target: 65 us, 1.4 times as fast as that.
+Roofline, for 128 experts of 1536 x 2048 and 512 tokens with 8 experts each, H200: 218 MB, 51 us;
+products 13 us; conversion, once for each tile of tokens, 37 us. Target: 65 us. Seen: 97 (PyTorch's
+grouped e4m3 product 142), for 64 tokens 73 (131). From some 64 tokens an expert on bytes bound it
+no longer.
 
 A program takes tiles: 64 rows for each of the warpgroups that compute, and up to `tokens` rows of
 one expert. Where experts begin each program finds by itself; tiles of tokens with the same rows
@@ -18,17 +13,7 @@ are one sequence: while a group's product is on its way the next one is converte
 tile. Tokens of a tile may begin at any row. What is read past an expert's last one is other
 experts' tokens, and is not written.
 
-H200, jax 0.11.2, microseconds of the kernel, in brackets those of PyTorch 2.11's grouped e4m3
-product (the less of two runs), of tokens                 64          128          256          512
-  Qwen3-30B-A3B, gate and up                       73 (131)     - (136)      - (139)      97 (142)
-  Qwen3-30B-A3B, down                               43 (99)     46 (102)     49 (102)     57 (104)
-  DeepSeek-V3, gate and up                       990 (2142)  1129 (2062)  1139 (2135)  1274 (2166)
-  Mixtral-8x7B, gate and up                       167 (314)    198 (301)    322 (284)    420 (357)
-  Mixtral-8x7B, down                               88 (157)    101 (150)    142 (146)    208 (181)
-Tiles of half or twice as many tokens, and two warpgroups in place of four, are slower nearly
-everywhere: for 512 tokens of the first row tiles of 16, 32, 64, 128 take 176, 119, 97 and 149, two
-warpgroups with 64 tokens 124; 6 stages in place of 7 take 94. From some 64 tokens an expert on time
-no longer goes by bytes: Mixtral's 256 and 512 tokens are at 1 to 1.7 TB/s.
+Roofline in full and versions: `docs/kernels/matmul.md`.
 """
 
 import dataclasses
@@ -44,16 +29,94 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import lane, ring
-from pallas_kernels.mosaic.hopper.matmul import epilogue
+from pallas_kernels.mosaic.hopper.matmul import epilogue, program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
-from pallas_kernels.mosaic.hopper.matmul.plan import Plan, make_plan
 from pallas_kernels.mosaic.lane import Int, Pointer
 from pallas_kernels.mosaic.products import int4, wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP, TABLE_BYTES, TABLES
-from pallas_kernels.mosaic.ring import PROGRAM, ROW, ROWS, SCALAR
+from pallas_kernels.mosaic.ring import PROGRAM, ROWS, SCALAR
 
-TABLES_BYTES = TABLES * TABLE_BYTES
-"""Shared memory that the tables take."""
+NAN = 0x7FFF7FFF  # A word of two float16 or bfloat16 NaNs
+_LANES = 32
+
+
+class Plan:
+    """Where each expert's tokens and tiles begin: each program computes it, in shared memory.
+
+    `held` are int32: for every expert, and after the last one, the number of tokens before it; then
+    the same of tiles of tokens; then how many tiles there are, how many tokens they hold, and the
+    word of two numbers that the other rows are filled with. If sizes of groups are not valid, there
+    are no tiles.
+    """
+
+    def __init__(self, held: Any, experts: int) -> None:
+        self.held, self.experts = held, experts
+
+    @staticmethod
+    def size(experts: int) -> int:
+        return 2 * (experts + 1) + 3
+
+    def token(self, expert: Any) -> Any:
+        return self.held[expert]
+
+    def tile(self, expert: Any) -> Any:
+        return self.held[expert + (self.experts + 1)]
+
+    def bound(self, i: int) -> Any:
+        """Number of tiles, of tokens, and what rows of no expert hold."""
+        return self.held[2 * (self.experts + 1) + i]
+
+    def expert(self, tile: Any) -> Any:
+        low, high = jnp.int32(0), jnp.int32(self.experts - 1)
+        for _ in range((self.experts - 1).bit_length()):
+            middle = (low + high) >> 1
+            is_past = self.tile(middle + 1) > tile
+            low, high = jnp.where(is_past, low, middle + 1), jnp.where(is_past, middle, high)
+        return low
+
+
+def make_plan(sizes: Pointer, held: Pointer, experts: int, rows: int, tile: int) -> None:
+    """Writes a `Plan` to `held`; one warp calls it.
+
+    `sizes` are int32 in global memory, of each expert's group; if they are negative or hold more
+    than `rows` tokens, they are not valid. `tile` is a tile's tokens, a power of two.
+    """
+    number, each = lane.special("laneid"), -(-experts // _LANES)
+    tokens = tiles = lane.integer(0)
+    is_bad = number < 0
+    mine = []
+    for j in range(each):
+        expert = number * each + j
+        size = sizes.at(expert.minimum(experts - 1) << 2).word()
+        size = (expert < experts).where(size, 0)
+        is_bad = is_bad | (size < 0) | (size > rows)
+        tokens, tiles = tokens + size, tiles + ((size + (tile - 1)) >> (tile.bit_length() - 1))
+        mine.append((expert, tokens, tiles))
+    all_tokens, all_tiles = _running(tokens, number), _running(tiles, number)
+    before = all_tokens - tokens, all_tiles - tiles
+    for expert, *found in mine:
+        with lane.when(expert < experts):
+            for i, (own, others) in enumerate(zip(found, before, strict=True)):
+                held.at((expert + (i * (experts + 1) + 1)) << 2).store(own + others)
+    last = lane.integer(_LANES - 1)
+    total, count = lane.from_lane(all_tokens, last), lane.from_lane(all_tiles, last)
+    is_bad = (lane.ballot(is_bad) > 0) | (lane.ballot(is_bad) < 0) | (total > rows)
+    bounds = is_bad.where(0, count), is_bad.where(0, total), is_bad.where(NAN, lane.integer(0))
+    with lane.when(number < 1):
+        for i in range(2):
+            held.at(4 * i * (experts + 1)).store(lane.integer(0))
+        for i, bound in enumerate(bounds):
+            held.at(4 * (2 * (experts + 1) + i)).store(bound)
+
+
+def _running(x: Int, number: Int) -> Int:
+    """The sum of this lane's number and those of the lanes before it."""
+    for distance in (1, 2, 4, 8, 16):
+        x = x + (number >= distance).where(lane.from_lane(x, number - distance), 0)
+    return x
+
+
+TABLES_BYTES = TABLES * TABLE_BYTES  # shared memory that the tables take
 _SWIZZLE = (plgpu.SwizzleTransform(GROUP),)
 # Tokens that are written at a time.
 _MOST_WRITTEN = 64
@@ -65,24 +128,14 @@ _CHUNK, _THREADS = 16, 128
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A product's static settings.
-
-    Attributes:
-      epilogue: without a residual.
-      tokens: of a tile: 8, 16, 32, 64, 128 or 256.
-      stages: groups of inputs in shared memory.
-      consumers: warpgroups that compute, each 64 rows: 4, for up to 64 tokens, or 2.
-      is_two_level: sum each group separately and add it in float32, instead of leaving the sum to
-        the matrix unit, whose additions keep about 14 bits. Scales of 16 bits need it.
-      programs: how many run side by side, one to a multiprocessor.
-    """
-
-    epilogue: Epilogue
-    tokens: int
-    stages: int
-    consumers: int
+    epilogue: Epilogue  # without a residual
+    tokens: int  # of a tile: 8, 16, 32, 64, 128 or 256
+    stages: int  # groups of inputs in shared memory
+    consumers: int  # warpgroups that compute, each 64 rows: 4, for up to 64 tokens, or 2
+    # Sum each group separately and add it in float32, instead of leaving the sum to the matrix
+    # unit, whose additions keep about 14 bits. Scales of 16 bits need it.
     is_two_level: bool
-    programs: int = 132
+    programs: int = 132  # how many run side by side, one to a multiprocessor
 
     @property
     def written(self) -> int:
@@ -159,19 +212,6 @@ def _work(number: jax.Array, p: Plan, across: int, s: Settings) -> Work:
     token = p.token(expert) + lax.rem(within, of_expert) * s.tokens
     count = jnp.minimum(p.token(expert + 1) - token, jnp.int32(s.tokens))
     return Work(expert, token, count, lax.div(within, of_expert))
-
-
-def _operand(m: Memory, slot: jax.Array, me: jax.Array) -> tuple[jax.Array, jax.Array]:
-    refs = [m.codes.at[slot], m.scales.at[slot], *m.tables]
-    types = (SCALAR, *[plgpu.RefType()] * len(refs))
-    words = ring.array((ROWS, GROUP // 4), jnp.int32)
-    unit = ring.array((ROWS,), jnp.float32, ROW)
-    dtype = "float16" if m.scales.dtype == jnp.float16 else "bfloat16"
-
-    def run(row: Any, codes: Any, scales: Any, *tables: Any) -> Any:
-        return int4.operand(codes, scales, tables[0] if tables else None, row, dtype)
-
-    return ring.inline(run, types, (words, unit))(me * ROWS, *refs)
 
 
 def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
@@ -272,7 +312,7 @@ def _consume(
     me: jax.Array, share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Settings
 ) -> None:
     groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
-    steps = share.count * groups
+    steps, weights = share.count * groups, (m.codes, m.scales, *m.tables)
     zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
 
     def wait(step: jax.Array, slot: jax.Array) -> None:
@@ -289,7 +329,7 @@ def _consume(
             product = _start(words, m.x.at[slot], None if s.is_two_level else total)
             wait(i * groups + g + 1, following)
             # While the product is in flight. After the very last this converts stale memory.
-            words, next_unit = _operand(m, following, me)
+            words, next_unit = program.operand(weights, following, me)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(m.free.at[slot])
             if s.is_two_level:
@@ -303,7 +343,7 @@ def _consume(
 
     first = jnp.int32(0)
     wait(first, first)
-    lax.fori_loop(first, share.count, tile, (*_operand(m, first, me), first))
+    lax.fori_loop(first, share.count, tile, (*program.operand(weights, first, me), first))
     _fill(me, p, a, s)
 
 

@@ -1,43 +1,20 @@
 """INT4 weights times e4m3 activations for Hopper (FireQ, section 3.1.1).
 
-Roofline, for weights of 14336 x 4096 and `M` tokens:
-  - bytes: 29.4 MB of codes, 0.5 MB of scales: 10 us at the 3.0 TB/s of a copy, whatever `M` is up
-    to a hundred or so.
-  - operations: 2 * 14336 * 4096 * M: at the 1,979 T/s of an H100's 8-bit matrix units 15 us for
-    256 tokens, 243 us for 4096. And 11 instructions for eight weights, of which a multiprocessor
-    does 64 lanes a clock, once for each tile of tokens: 6 us, or for tiles of 256 tokens a third of
-    the clocks of the products.
-Targets: 17 us for 16 tokens, 38 us for 256, 440 us for 4096.
+Roofline, for weights of 14336 x 4096 on an H100: 30 MB, 10 us; products 15 us for 256 tokens, 243
+for 4096; conversion 6 us for each tile of tokens. Targets: 17 us for 16 tokens, 38 for 256, 440 for
+4096. Seen: 19.6, 34.0 and 396. Part of the conversion is not hidden: with constant words 16 tokens
+take 16.3. More than 128 tokens take `int4_many`, 4096 and more weights that are expanded first
+(`fp8_matmul`).
 
 Weights are rows, 64 of a warpgroup, and tokens columns: so weights come from registers, where they
 are converted, and never go back to memory. Two warpgroups share the tokens' inputs, and while the
 matrix unit has one group of 128 inputs they convert the next. For few tokens four warpgroups take
 groups in turn, in pairs.
 
-Versions, 14336 x 4096, H100, jax 0.11.2, microseconds of the kernel (XLA in bfloat16: 47, 50, 55,
-148, 577; in e4m3: 26, 31, 32, 77, 294), of tokens                16     64    256   1024   4096
-  v1  3 to 12 stages                                            21.4   24.0          120    406
-  v2  the output in parts, so that 4 stages fit; two teams      19.6   21.4   34.0          396
-      the same in clusters of two that share copies of tokens   20.5   22.0   35.6   120    396
-      bfloat16 scales, groups added in float32                  18.4   20.8          159    606
-      e4m3 scales, groups added in float32, tiles of 128 tokens 19.6   21.4   48.0   145    561
-  v3  operands in registers that are written after the product,
-      as the compiler waits for it otherwise                    19.5   22.6   33.3   123    419
-  v4  conversion between the instructions of a product, two of
-      which are on their way at any time                        19.8   22.3   35.4   126    428
-  v2, products of non-negative and negative weights apart, so
-      that 7 instructions convert eight of them, not 11          20.2   23.1
-v2 is what runs. Part of the conversion is not hidden: with constant words instead, v2 takes
-16.3 us for 16 tokens and 94 for 1024, without the tables and their use 16.8 and 100; without the
-tokens' copies 115. But fewer instructions for it, shifts by multipliers instead of the unit that
-permutes bytes, or converting just before a product instead of during the one before changed little
-or nothing: why is not known. More than 128 tokens take `int4_many`, 4096 and more
-weights that are expanded first (`fp8_matmul`).
-These and more rows are in `benchmarks/results/fireq_versions_2026-11-21.json`.
+Roofline in full and versions: `docs/kernels/matmul.md`.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,69 +28,31 @@ from pallas_kernels.mosaic.hopper.matmul import program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
 from pallas_kernels.mosaic.hopper.matmul.program import TILE, Tile, Work
 from pallas_kernels.mosaic.hopper.matmul.program import Settings as Settings
-from pallas_kernels.mosaic.products import int4, wgmma
-from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
-from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR, WARPGROUPS
+from pallas_kernels.mosaic.products import int4
+from pallas_kernels.mosaic.products.int4 import ROW_BYTES, TABLE_BYTES, TABLES
+from pallas_kernels.mosaic.ring import ROWS, WARPGROUPS
 
-TABLES_BYTES = TABLES * TABLE_BYTES
-"""Shared memory that the tables take."""
+TABLES_BYTES = TABLES * TABLE_BYTES  # shared memory that the tables take
 
 
 def stage_bytes(scale_bytes: int) -> int:
     return TILE * (ROW_BYTES + scale_bytes)
 
 
-def _operand(
-    weights: tuple[Ref, ...], slot: jax.Array, half: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    codes, scales, *tables = weights
-    refs = [codes.at[slot], scales.at[slot], *tables]
-    types = (SCALAR, *[plgpu.RefType()] * len(refs))
-    words = ring.array((ROWS, GROUP // 4), jnp.int32)
-    unit = ring.array((ROWS,), jnp.float32, ROW)
-
-    dtype = "float16" if scales.dtype == jnp.float16 else "bfloat16"
-
-    def run(row: Any, codes: Any, scales: Any, *tables: Any) -> Any:
-        return int4.operand(codes, scales, tables[0] if tables else None, row, dtype)
-
-    return ring.inline(run, types, (words, unit))(half * ROWS, *refs)
-
-
-def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
-    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
-    arrays = [words] if total is None else [words, total]
-    types = (ring.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
-
-    def run(x: Any, words: Any, *total: Any) -> Any:
-        return wgmma.start(words, x, swizzle=128, total=total[0] if total else None)
-
-    return ring.inline(run, types, kind)(x, *arrays)
-
-
 def _accumulate(
     work: Work, slot: jax.Array, me: jax.Array, m: Tile, weights: tuple[Ref, ...], s: Settings
 ) -> tuple[jax.Array, jax.Array]:
     """A warpgroup's sums over its groups of inputs, the first of all in `slot`; the slot after."""
-    half, team = lax.rem(me, jnp.int32(WARPGROUPS)), lax.div(me, jnp.int32(WARPGROUPS))
-    after = ring.slot_after(slot, work.end - work.begin, s.stages)
-    # A team keeps to its slots: barriers count every warpgroup's waits.
-    late = lax.rem(team + slot, jnp.int32(s.teams))
-    begin = work.begin + late
-    slot = ring.slot_after(slot, late, s.stages)
-
-    def wait(g: jax.Array, slot: jax.Array) -> None:
-        @pl.when(g < work.end)
-        def _() -> None:
-            plgpu.barrier_wait(m.ready.at[slot])
+    half, begin, slot, after = program.turn_of(work, slot, me, s)
+    wait = functools.partial(program.wait_for, work=work, m=m)
 
     def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, words, unit, slot = carry
         following = ring.slot_after(slot, s.teams, s.stages)
-        product = _start(words, m.x.at[slot], None if s.is_two_level else total)
+        product = program.start(words, m.x.at[slot], None if s.is_two_level else total)
         wait(begin + (g + 1) * s.teams, following)
         # While the product is in flight. After the last group this converts stale memory.
-        words, next_unit = _operand(weights, following, half)
+        words, next_unit = program.operand(weights, following, half)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(m.free.at[slot])
         if s.is_two_level:
@@ -121,9 +60,8 @@ def _accumulate(
         return product, words, next_unit, following
 
     wait(begin, slot)
-    words, unit = _operand(weights, slot, half)
-    zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
-    carry = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), words, unit, slot)
+    words, unit = program.operand(weights, slot, half)
+    carry = (ring.full(0.0, (ROWS, s.tokens)), words, unit, slot)
     steps = lax.div(jnp.maximum(work.end - begin, 0) + (s.teams - 1), jnp.int32(s.teams))
     total, *_ = lax.fori_loop(jnp.int32(0), steps, step, carry)
     return total, after
@@ -135,12 +73,6 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings, has_tables: bool) -
     me = lax.axis_index("warpgroup")
 
     def body(m: Tile, codes: Ref, scales: Ref, tables: list[Ref], tables_ready: Ref) -> None:
-        def consume(work: Work, slot: jax.Array) -> jax.Array:
-            total, slot = _accumulate(work, slot, me, m, (codes, scales, *tables), s)
-            total = program.add_teams(total, me, m, s)
-            program.store(total, work, me, m, a, s)
-            return slot
-
         def copy(g: jax.Array, slot: jax.Array, work: Work) -> None:
             tiles = pl.ds(work.tile * WARPGROUPS, WARPGROUPS)
             plgpu.copy_gmem_to_smem(codes_ref.at[tiles, g], codes.at[slot], m.ready.at[slot])
@@ -154,15 +86,11 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings, has_tables: bool) -
             if has_tables:
                 plgpu.copy_gmem_to_smem(tables_ref[0], tables[0], tables_ready)
 
-        program.run_program(
-            tiles,
-            codes_ref.shape[1],
-            m,
-            s,
-            consume,
-            lambda work, slot: program.produce(work, slot, m, a, s, copy),
-            (wait_for_tables, copy_tables),
-        )
+        weights = (codes, scales, *tables)
+        sums = functools.partial(_accumulate, me=me, m=m, weights=weights, s=s)
+        before = (wait_for_tables, copy_tables)
+        consume = program.stored(sums, me, m, a, s)
+        program.run_program(tiles, codes_ref.shape[1], m, a, s, consume, copy, before)
 
     pl.run_scoped(
         body,

@@ -1,14 +1,9 @@
 """INT4 weights times e4m3 activations for Hopper, for more than 128 tokens (FireQ, section 3.1.1).
 
-Roofline, for weights of 14336 x 4096 and `M` tokens on an H200, at 1.75 GHz:
-  - operations: a tile of 128 outputs and 256 tokens is 1,024 clocks for each 128 inputs, 19 us in
-    all. 256 tokens are 112 such tiles, one to a multiprocessor; 1,024 are four rounds, 75 us; 4,096
-    14 rounds, 262 us.
-  - conversion: 11 instructions for eight weights, 176 clocks for each 128 inputs of each of the two
-    warpgroups: hidden behind the 1,024, if nothing waits for it.
-  - shared memory: tokens are read by both warpgroups, 64 bytes a clock, and written once, 32, of
-    the 128 that there are. Weights in shared memory would take 32 more: they come from registers.
-Targets: 24 us for 256 tokens, 85 for 1,024, 330 for 4,096.
+Roofline, for weights of 14336 x 4096 on an H200: products 19 us for 256 tokens (112 tiles, one to a
+multiprocessor), 75 for 1,024, 262 for 4,096; conversion, 176 of a tile's 1,024 clocks, and shared
+memory hide behind them. Targets: 24, 85 and 330 us. Seen: 28.0, 101 and 345 (XLA in e4m3 22.6,
+76.6, 299). Conversion is hidden only in part: without it 92 of 103 us for 1,024 tokens are left.
 
 What `int4.py` loses, and what is different here:
   - Its products wait for one another and its conversion hides behind nothing: ptxas serializes
@@ -21,32 +16,7 @@ What `int4.py` loses, and what is different here:
   - Scales and biases of the outputs are copied ahead, like those of the tokens.
   - The next tile's first weights are converted before this tile's outputs are written.
 
-Versions, H200, jax 0.11.2, microseconds of the kernels, all in one run (and of an earlier one):
-  tokens                                           256    256    512    512  1,024  1,024  4,096
-  outputs                                       11,008 14,336 11,008 14,336 11,008 14,336 14,336
-  XLA in e4m3                                     18.6   22.6   32.2   41.6   59.7   76.6    299
-      in bfloat16                                (31.6)  44.0                        148     578
-  `int4.py`; from 2,048 tokens on expanded first  33.1   34.0   62.0   62.1   91.5    121    338
-  v1  tiles of 256 tokens, written 32 at a time  (27.8) (28.3)                        103    351
-      written 64 at a time, from one or two places      (28.6)                 (102, 104)
-      warpgroups without turns                          (28.6)                      (106)
-      tiles of 128 tokens                               (40.0)                      (127)
-      three warpgroups, tiles of 128 tokens      (30.1) (54.7)                      (130)
-      the same, of 192 tokens                                                       (126)
-      clusters of two programs that share copies of tokens                            103
-  v2  the next tile's weights converted ahead;
-      turns end with a tile's last product        26.7   28.0   50.8   51.3   75.2    101    345
-      tiles of 128 tokens                         39.3
-      in clusters of two                                                              101    345
-      without turns                                                                   104    358
-      the tiles that are left cut into equal
-      parts, as many as there are programs        28.6          47.8          76.5   98.3
-      the same, but a tile into equal parts                     45.3                 95.5
-v2 is what runs; the targets are not reached. Of v1's 103 us for 1,024 tokens, 92 are left without
-the instructions that convert, 98 without copies of tokens, 102 without outputs, 87 without all
-three. So conversion is hidden only in part. Cutting tiles (float32 sums through memory, a flag
-each, which another kernel sets to zero) is worth 5 to 11 % where the last round has few tiles; that
-is left to do.
+Roofline in full and versions: `docs/kernels/matmul.md`.
 """
 
 import dataclasses
@@ -61,17 +31,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import lane, ring
-from pallas_kernels.mosaic.hopper.matmul import epilogue
+from pallas_kernels.mosaic.hopper.matmul import epilogue, program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
 from pallas_kernels.mosaic.lane import Int, fragments
 from pallas_kernels.mosaic.lane.instructions import asm
 from pallas_kernels.mosaic.lane.numbers import i32
-from pallas_kernels.mosaic.products import int4, wgmma
+from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
 from pallas_kernels.mosaic.ring import ROWS, SCALAR, WARPGROUPS
 
-TILE = WARPGROUPS * ROWS
-"""Weight rows of a tile."""
+TILE = WARPGROUPS * ROWS  # weight rows of a tile
 # Of every array in shared memory; all barriers together take less.
 _ALIGNMENT = 1024
 # Tokens that are written at a time, to the staging places in turn.
@@ -83,18 +52,10 @@ REGISTERS = (232, 40)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A product's static settings.
-
-    Attributes:
-      tokens: of a tile, a multiple of 32, at most 256.
-      stages: groups of inputs in shared memory.
-      programs: how many run side by side, one to a multiprocessor.
-    """
-
     epilogue: Epilogue
-    tokens: int
-    stages: int
-    programs: int = 132
+    tokens: int  # of a tile, a multiple of 32, at most 256
+    stages: int  # groups of inputs in shared memory
+    programs: int = 132  # how many run side by side, one to a multiprocessor
 
     @property
     def width(self) -> int:
@@ -189,16 +150,6 @@ def _settle(words: jax.Array, slot: jax.Array) -> jax.Array:
     return ring.inline(run, (plgpu.Layout.WGMMA, SCALAR), kind)(words, slot)
 
 
-def _start(words: jax.Array, x: Ref, total: jax.Array) -> jax.Array:
-    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
-    types = (ring.tile_type(x), plgpu.Layout.WGMMA, plgpu.Layout.WGMMA)
-
-    def run(x: Any, words: Any, total: Any) -> Any:
-        return wgmma.start(words, x, swizzle=128, total=total)
-
-    return ring.inline(run, types, kind)(x, words, total)
-
-
 def _accumulate(
     groups: int,
     operand: tuple[jax.Array, jax.Array],
@@ -218,7 +169,7 @@ def _accumulate(
         total, words, slot = carry
         is_inside = g + 1 < groups
         following = ring.next_slot(slot, s.stages)
-        total = _start(_settle(words, slot), m.x.at[slot], total)
+        total = program.start(_settle(words, slot), m.x.at[slot], total)
         turns.hand_on()
         pl.when(is_inside | has_next)(lambda: plgpu.barrier_wait(m.ready.at[following]))
         # While the product is in flight. After the last group this converts stale memory.
@@ -231,8 +182,7 @@ def _accumulate(
         return total, words, following
 
     turns.wait()
-    zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
-    carry = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), *operand)
+    carry = (ring.full(0.0, (ROWS, s.tokens)), *operand)
     total, words, slot = lax.fori_loop(jnp.int32(0), jnp.int32(groups), step, carry)
     return total, (words, slot)
 

@@ -18,11 +18,11 @@ from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.hopper.matmul import epilogue
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue
+from pallas_kernels.mosaic.products import int4, wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP
-from pallas_kernels.mosaic.ring import ROWS, SCALAR, WARPGROUPS
+from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR, WARPGROUPS
 
-TILE = WARPGROUPS * ROWS
-"""Outputs of a tile, before a gated product halves them."""
+TILE = WARPGROUPS * ROWS  # outputs of a tile, before a gated product halves them
 # Copies are of multiples of this many bytes.
 _COPY_UNIT = 128
 # Tokens of a tile that are written at a time, to the staging places in turn.
@@ -31,25 +31,16 @@ _MOST_WRITTEN, _PLACES = 64, 2
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A product's static settings.
-
-    Attributes:
-      tokens: of a tile: 8, 16, 32, 64, 128 or 256.
-      stages: groups of inputs in shared memory, a multiple of `teams`.
-      teams: pairs of warpgroups that take groups of inputs in turn and add up at the end: 1 or 2.
-      parts: how many programs share a tile's inputs and write float32 partial sums.
-      is_two_level: sum each group separately and add it in float32, instead of leaving the sum to
-        the matrix unit, whose additions keep about 14 bits. Scales in bfloat16 need it.
-      programs: how many run side by side, one to a multiprocessor.
-    """
-
     epilogue: Epilogue
-    tokens: int
-    stages: int
+    tokens: int  # of a tile: 8, 16, 32, 64, 128 or 256
+    stages: int  # groups of inputs in shared memory, a multiple of `teams`
+    # Pairs of warpgroups that take groups of inputs in turn and add up at the end: 1 or 2.
     teams: int = 1
-    parts: int = 1
+    parts: int = 1  # how many programs share a tile's inputs and write float32 partial sums
+    # Sum each group separately and add it in float32, instead of leaving the sum to the matrix
+    # unit, whose additions keep about 14 bits. Scales in bfloat16 need it.
     is_two_level: bool = True
-    programs: int = 132
+    programs: int = 132  # how many run side by side, one to a multiprocessor
 
     @property
     def columns(self) -> int:
@@ -134,6 +125,10 @@ class Work:
         self.end = lax.div((self.part + 1) * groups, jnp.int32(s.parts))
 
 
+Step = Callable[[Work, jax.Array], jax.Array]
+"""``step(work, slot)`` of a tile that begins at `slot`; returns the slot after its last group."""
+
+
 def tile_memory(copies: int, x: Any, s: Settings) -> Tile:
     """What a program allocates besides its weights, whose stage takes `copies` copies."""
     e, barrier = s.epilogue, plgpu.Barrier
@@ -157,6 +152,61 @@ def tile_memory(copies: int, x: Any, s: Settings) -> Tile:
         sums_ready=barrier(num_barriers=WARPGROUPS),
         sums_free=barrier(num_barriers=WARPGROUPS),
     )
+
+
+# Products of INT4 weights ------------------------------------------------------------------------
+
+
+def operand(
+    weights: tuple[Ref, ...], slot: jax.Array, half: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    codes, scales, *tables = weights
+    refs = [codes.at[slot], scales.at[slot], *tables]
+    types = (SCALAR, *[plgpu.RefType()] * len(refs))
+    words = ring.array((ROWS, GROUP // 4), jnp.int32)
+    unit = ring.array((ROWS,), jnp.float32, ROW)
+    dtype = "float16" if scales.dtype == jnp.float16 else "bfloat16"
+
+    def run(row: Any, codes: Any, scales: Any, *tables: Any) -> Any:
+        return int4.operand(codes, scales, tables[0] if tables else None, row, dtype)
+
+    return ring.inline(run, types, (words, unit))(half * ROWS, *refs)
+
+
+def start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
+    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
+    arrays = [words] if total is None else [words, total]
+    types = (ring.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
+
+    def run(x: Any, words: Any, *total: Any) -> Any:
+        return wgmma.start(words, x, swizzle=128, total=total[0] if total else None)
+
+    return ring.inline(run, types, kind)(x, *arrays)
+
+
+def turn_of(
+    work: Work, slot: jax.Array, me: jax.Array, s: Settings
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """A warpgroup's half of the rows, its first group of inputs and slot; the tile's last slot + 1.
+
+    The first group of all is in `slot`. A team keeps to its slots: barriers count every warpgroup's
+    waits.
+    """
+    half, team = lax.rem(me, jnp.int32(WARPGROUPS)), lax.div(me, jnp.int32(WARPGROUPS))
+    after = ring.slot_after(slot, work.end - work.begin, s.stages)
+    late = lax.rem(team + slot, jnp.int32(s.teams))
+    return half, work.begin + late, ring.slot_after(slot, late, s.stages), after
+
+
+def wait_for(g: jax.Array, slot: jax.Array, work: Work, m: Tile) -> None:
+    """Waits until group `g`, if it is one of the tile's, is in shared memory."""
+
+    @pl.when(g < work.end)
+    def _() -> None:
+        plgpu.barrier_wait(m.ready.at[slot])
+
+
+# A program ---------------------------------------------------------------------------------------
 
 
 def add_teams(total: jax.Array, me: jax.Array, m: Tile, s: Settings) -> jax.Array:
@@ -256,25 +306,43 @@ def produce(
     return slot
 
 
+def stored(
+    accumulate: Callable[[Work, jax.Array], tuple[jax.Array, jax.Array]],
+    me: jax.Array,
+    m: Tile,
+    a: Arrays,
+    s: Settings,
+) -> Step:
+    """A function that stores a tile's sums, which `accumulate` returns with the slot after."""
+
+    def consume(work: Work, slot: jax.Array) -> jax.Array:
+        total, slot = accumulate(work, slot)
+        store(add_teams(total, me, m, s), work, me, m, a, s)
+        return slot
+
+    return consume
+
+
 def run_program(
     tiles: tuple[int, int],
     groups: int,
     m: Tile,
+    a: Arrays,
     s: Settings,
-    consume: Callable[[Work, jax.Array], jax.Array],
-    copy: Callable[[Work, jax.Array], jax.Array],
-    before: tuple[Callable[[], None], Callable[[], None]],
+    consume: Step,
+    copy: Callable[[jax.Array, jax.Array, Work], None],
+    before: tuple[Callable[[], None], Callable[[], None]] | None = None,
 ) -> None:
     """Runs one program, which takes every `s.programs`-th tile.
 
     `tiles` are how many there are of tokens and of outputs. ``consume(work, slot)`` runs in the
-    warpgroups that compute, `copy` in the one that copies; both return the slot after. `before` are
-    functions that either runs first.
+    warpgroups that compute, see `stored`; ``copy(g, slot, work)`` copies weights. `before`
+    are what the warpgroups that compute, and the one that copies, run first.
     """
     me = lax.axis_index("warpgroup")
     share = ring.Share(tiles[0] * tiles[1] * s.parts)
 
-    def over_tiles(f: Callable[[Work, jax.Array], jax.Array]) -> None:
+    def over_tiles(f: Step) -> None:
         share.loop(lambda number, slot: f(Work(number, tiles[0], groups, s), slot))
 
     def start_to_consume() -> None:
@@ -290,14 +358,16 @@ def run_program(
             def _(i: int = i) -> None:
                 plgpu.barrier_arrive(m.free.at[i])
 
-        before[0]()
+        if before is not None:
+            before[0]()
         over_tiles(consume)
         # What is read will be written before the kernel is over.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def start_to_produce() -> None:
-        before[1]()
-        over_tiles(copy)
+        if before is not None:
+            before[1]()
+        over_tiles(lambda work, slot: produce(work, slot, m, a, s, copy))
 
     ring.divide(me, s.warpgroups, s.registers, start_to_consume, start_to_produce)
 

@@ -29,23 +29,12 @@ _BYTES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """Static settings.
-
-    Attributes:
-      dtype: of the tokens, ``"bfloat16"`` or ``"float16"``.
-      tokens: how many there are, `M`.
-      inputs: of a token, a multiple of 8.
-      columns: of the product: `M` and zeros.
-      groups: of 128 inputs that a program takes at most.
-      parts: programs of a cluster.
-    """
-
-    dtype: str
-    tokens: int
-    inputs: int
-    columns: int
-    groups: int
-    parts: int
+    dtype: str  # of the tokens, ``"bfloat16"`` or ``"float16"``
+    tokens: int  # how many there are, `M`
+    inputs: int  # of a token, a multiple of 8
+    columns: int  # of the product: `M` and zeros
+    groups: int  # of 128 inputs that a program takes at most
+    parts: int  # programs of a cluster
     warpgroups: int
 
     @property

@@ -1,23 +1,16 @@
 """INT4 weights times tokens of 16 bits for Hopper.
 
-Roofline, for weights of 14336 x 4096 and `M` tokens:
-  - bytes: 29.4 MB of codes, 0.9 MB of scales: 7.4 us at the 4.3 TB/s of a copy on an H200.
-  - operations: 2 * 14336 * 4096 * M: at the 800 T/s that its 16-bit matrix units reach 38 us for
-    256 tokens, 600 us for 4,096. And 14 instructions for eight weights, once for each tile of 128
-    tokens, of which a multiprocessor issues four a clock: 16 % of the products' clocks.
-Targets: the speed of XLA's bfloat16 product from 256 tokens on; 18 us for 64.
+Roofline, for weights of 14336 x 4096 on an H200: 30 MB, 7.4 us; products 38 us for 256 tokens;
+conversion, once for each tile of 128 tokens, 16 % of their clocks. Targets: the speed of XLA's
+bfloat16 product from 256 tokens on; 18 us for 64. Seen: 66.4 (44.4) and 26.5. Each tile of 128
+tokens converts all weights.
 
 Weights are rows, 64 of a warpgroup, and tokens columns: so weights come from registers, where they
 are converted, and never go back to memory. Two warpgroups share the tokens' inputs, and while the
 matrix unit has one group of 128 inputs they convert the next. Operands are integers; the scale
 multiplies the float32 sum of a group.
 
-Seen on an H200, of 14336 x 4096 weights with zero points, in us; in brackets a product in bfloat16:
-  32 tokens 24.7; 64 tokens 26.5 (36.5); 128 tokens 35.6; 256 tokens 66.4 (44.4), as slow as jax's
-  mixed-type kernel with int8 weights (65.6).
-  Tiles of 32 tokens for 64: 44.3. Tiles of 256 tokens, whose weights are rounded with their scales
-  to 16 bits (one level): 53.7 for 256.
-So from 256 tokens on the target is missed: each tile of 128 tokens converts all weights.
+Roofline in full and versions: `docs/kernels/matmul.md`.
 """
 
 import functools
@@ -35,7 +28,7 @@ from pallas_kernels.mosaic.hopper.matmul import program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
 from pallas_kernels.mosaic.hopper.matmul.program import Settings as Settings
 from pallas_kernels.mosaic.hopper.matmul.program import Tile, Work
-from pallas_kernels.mosaic.products import int4_half, wgmma
+from pallas_kernels.mosaic.products import int4_half
 from pallas_kernels.mosaic.products.int4 import GROUP
 from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR, WARPGROUPS
 
@@ -64,17 +57,6 @@ def _operand(
     return ring.inline(run, types, (words, unit))(me * ROWS, *refs)
 
 
-def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
-    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
-    arrays = [words] if total is None else [words, total]
-    types = (ring.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
-
-    def run(x: Any, words: Any, *total: Any) -> Any:
-        return wgmma.start(words, x, swizzle=128, total=total[0] if total else None)
-
-    return ring.inline(run, types, kind)(x, *arrays)
-
-
 def _accumulate(
     work: Work,
     slot: jax.Array,
@@ -85,17 +67,8 @@ def _accumulate(
     s: Settings,
 ) -> tuple[jax.Array, jax.Array]:
     """A warpgroup's sums over its groups of inputs, the first of all in `slot`; the slot after."""
-    half, team = lax.rem(me, jnp.int32(WARPGROUPS)), lax.div(me, jnp.int32(WARPGROUPS))
-    after = ring.slot_after(slot, work.end - work.begin, s.stages)
-    # A team keeps to its slots: barriers count every warpgroup's waits.
-    late = lax.rem(team + slot, jnp.int32(s.teams))
-    begin = work.begin + late
-    slot = ring.slot_after(slot, late, s.stages)
-
-    def wait(g: jax.Array, slot: jax.Array) -> None:
-        @pl.when(g < work.end)
-        def _() -> None:
-            plgpu.barrier_wait(m.ready.at[slot])
+    half, begin, slot, after = program.turn_of(work, slot, me, s)
+    wait = functools.partial(program.wait_for, work=work, m=m)
 
     def operand(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
         dtype, rounds = s.epilogue.dtype, not s.is_two_level
@@ -109,7 +82,7 @@ def _accumulate(
     def ahead(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, words, unit, slot = carry
         following = ring.slot_after(slot, s.teams, s.stages)
-        product = _start(words, m.x.at[slot], None if s.is_two_level else total)
+        product = program.start(words, m.x.at[slot], None if s.is_two_level else total)
         wait(begin + (g + 1) * s.teams, following)
         # While the product is in flight. After the last group this converts stale memory.
         words, next_unit = operand(following)
@@ -121,13 +94,12 @@ def _accumulate(
         total, slot = carry
         plgpu.barrier_wait(m.ready.at[slot])
         words, unit = operand(slot)
-        product = _start(words, m.x.at[slot], None if s.is_two_level else total)
+        product = program.start(words, m.x.at[slot], None if s.is_two_level else total)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(m.free.at[slot])
         return add(total, product, unit), ring.slot_after(slot, s.teams, s.stages)
 
-    zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
-    total = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    total = ring.full(0.0, (ROWS, s.tokens))
     steps = lax.div(jnp.maximum(work.end - begin, 0) + (s.teams - 1), jnp.int32(s.teams))
     if s.teams > 1 and s.tokens > 32:
         # Two operands at once would take too many registers; other warpgroups compute meanwhile.
@@ -146,27 +118,16 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings, has_zeros: bool) ->
     me = lax.axis_index("warpgroup")
 
     def body(m: Tile, codes: Ref, scales: Ref, zeros: list[Ref]) -> None:
-        def consume(work: Work, slot: jax.Array) -> jax.Array:
-            total, slot = _accumulate(work, slot, me, m, (codes, scales, *zeros), kind, s)
-            total = program.add_teams(total, me, m, s)
-            program.store(total, work, me, m, a, s)
-            return slot
-
         def copy(g: jax.Array, slot: jax.Array, work: Work) -> None:
             tiles = pl.ds(work.tile * WARPGROUPS, WARPGROUPS)
             pairs = [(codes_ref, codes), (scales_ref, scales), *zip(zeros_ref, zeros, strict=True)]
             for source, target in pairs:
                 plgpu.copy_gmem_to_smem(source.at[tiles, g], target.at[slot], m.ready.at[slot])
 
-        program.run_program(
-            tiles,
-            codes_ref.shape[1],
-            m,
-            s,
-            consume,
-            lambda work, slot: program.produce(work, slot, m, a, s, copy),
-            (lambda: None, lambda: None),
-        )
+        weights = (codes, scales, *zeros)
+        sums = functools.partial(_accumulate, me=me, m=m, weights=weights, kind=kind, s=s)
+        consume = program.stored(sums, me, m, a, s)
+        program.run_program(tiles, codes_ref.shape[1], m, a, s, consume, copy)
 
     pl.run_scoped(
         body,

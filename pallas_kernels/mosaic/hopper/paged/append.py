@@ -1,15 +1,9 @@
 """New tokens to pages of every format, for Hopper: rotated, encoded and stored in one launch.
 
-Roofline, turbo4, for 4 sequences of 4,096 tokens, 8 KV heads, head dim 128, bfloat16:
-  - bytes that must move: 2 sides * 131072 vectors * (256 read + 64 of codes + 2 of norm) = 84 MB,
-    at the 4.3 TB/s that a copy reaches on an H200 20 us, at an H100's 3.0 28 us.
-  - instructions of a lane for its 8 channels, about 330: 43 to unpack, square and sum, 88 of the
-    rotation, half of them shuffles, 140 to find codes, 60 for the norm and its place. 33.6 M
-    channels at 41 each: 47 us of all lanes, which is the floor. Shuffles alone, 32 lanes a cycle:
-    28 us.
-  Other formats are copies: 16 bits 134 MB, 31 us; 8 bits 101 MB, 23 us.
-  One token of 64 sequences moves 0.3 MB: a launch, and a chain of loads to find the place.
-Target: 70 us for the first, 35 and 27 us for the copies, 3 us for one token.
+Roofline, for 4 sequences of 4,096 tokens, 8 KV heads of 128, H200: turbo4 84 MB, 20 us, and 330
+instructions of a lane for 8 channels, 47 us, which are the floor; 16 bits 31 us, 8 bits 23. One
+token is a launch and a chain of loads. Target: 70 us, copies 35 and 27, one token of 64 sequences
+3. Seen: 78.6 us for turbo4, 2.0 to 2.4 for one token.
 
 A lane has eight channels, so that a vector of 128 bfloat16 is 16 lanes' loads of 16 bytes, and
 codes of any width fill whole bytes. Lanes of a warp work on 1 to 16 vectors. Several rounds of them
@@ -18,20 +12,7 @@ are loaded before the first is computed.
 The bits are those of `turbojax.polar.encode` and `turbojax.caches.paged.formats`: sums in the same
 order, squares whose sums do not depend on contraction, norms that comparisons decide.
 
-Versions, H200, jax 0.11.2, device time of the whole call, us; what there was before in brackets
-(codes by Triton, the rest by XLA, which also counted what was lost):
-                             64 x 1 token    1 x 8,192     4 x 4,096
-  turbo4, 1 round of a warp                   41.3          82.8
-          2 rounds            2.4 (5.0)       39.5 (53.5)   78.6 (110.3)
-          4 rounds                            44.3          86.7
-          8 rounds                            51.9         109.7
-  16 bits, 1 round                            14.5
-          2 to 8 rounds       2.0 (5.0)       13.4 (26.4)
-  k8v4                        3.2 (6.4)       26.3 (44.2)
-          scales divided here 2.4             25.3
-  fp8                         3.5 (5.2)        9.2 (31.0)
-          scales divided here 1.9              8.4
-  0.6 us of 64 x 1 are a fusion of XLA's that fills in how many tokens there are.
+Roofline in full and versions: `docs/kernels/paged.md`.
 """
 
 import dataclasses
@@ -48,8 +29,7 @@ from pallas_kernels.mosaic.hopper.paged.rotation import hadamard
 from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
 
 NAME = "turbojax_paged_append_hopper"
-CHANNELS = 8
-"""Channels of a lane."""
+CHANNELS = 8  # channels of a lane
 
 _LANES = 32
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -77,37 +57,21 @@ class Int8:
     """Integers of 8 bits and a scale, see `int8`."""
 
 
-Stored = Codec | Float8 | Int8 | None
-"""How a side is stored; None: unchanged."""
+Stored = Codec | Float8 | Int8 | None  # how a side is stored; None: unchanged
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
-
-    Attributes:
-      sides: how keys, and how values, are stored.
-      dtype: of the vectors, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-      vectors: of a side in this call, ``B * T * K``.
-      tokens: of a sequence in this call, `T`.
-      heads: `K`.
-      head_dim: `H`, a power of two from 16 to 256.
-      page_size: a power of two.
-      num_pages: `P`.
-      entries: of a sequence in the block tables.
-      rounds: how often a warp takes vectors.
-    """
-
-    sides: tuple[Stored, Stored]
-    dtype: str
-    vectors: int
-    tokens: int
-    heads: int
-    head_dim: int
-    page_size: int
-    num_pages: int
-    entries: int
-    rounds: int
+    sides: tuple[Stored, Stored]  # how keys, and how values, are stored
+    dtype: str  # of the vectors, ``"bfloat16"``, ``"float16"`` or ``"float32"``
+    vectors: int  # of a side in this call, ``B * T * K``
+    tokens: int  # of a sequence in this call, `T`
+    heads: int  # `K`
+    head_dim: int  # `H`, a power of two from 16 to 256
+    page_size: int  # a power of two
+    num_pages: int  # `P`
+    entries: int  # of a sequence in the block tables
+    rounds: int  # how often a warp takes vectors
 
     @property
     def lanes(self) -> int:
@@ -124,56 +88,30 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Side:
-    """One side's arrays.
-
-    Attributes:
-      vectors: ``[vectors, H]``.
-      data: ``[P, K, page_size, W]``.
-      norms: float16 ``[P, K, page_size]``: norms of codes, or scales of int8.
-      scale: float32 ``[]``, of 8-bit floats.
-    """
-
-    vectors: Pointer
-    data: Pointer
-    norms: Pointer | None
-    scale: Pointer | None
+    vectors: Pointer  # ``[vectors, H]``
+    data: Pointer  # ``[P, K, page_size, W]``
+    norms: Pointer | None  # float16 ``[P, K, page_size]``: norms of codes, or scales of int8
+    scale: Pointer | None  # float32 ``[]``, of 8-bit floats
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
-    """A call's arrays.
-
-    Attributes:
-      tables: int32 ``[B, entries]``.
-      lengths: int32 ``[B]``, tokens held before.
-      new_lengths: int32 ``[B]``.
-      signs: float32 ``[H]``, the rotation's, if there are codes.
-      lost: int32 ``[]``.
-    """
-
-    tables: Pointer
-    lengths: Pointer
-    new_lengths: Pointer
-    signs: Pointer | None
+    tables: Pointer  # int32 ``[B, entries]``
+    lengths: Pointer  # int32 ``[B]``, tokens held before
+    new_lengths: Pointer  # int32 ``[B]``
+    signs: Pointer | None  # float32 ``[H]``, the rotation's, if there are codes
     sides: tuple[Side, ...]
-    lost: Pointer
+    lost: Pointer  # int32 ``[]``
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
-    """Where a vector goes.
+    """Where a vector goes."""
 
-    Attributes:
-      index: among the pool's vectors.
-      kept: whether it is stored there.
-      lost: whether it should be stored and has no place.
-      promised: tokens that are announced but not in the call, counted at one vector of each
-        sequence.
-    """
-
-    index: Int
-    kept: Bool
-    lost: Bool
+    index: Int  # among the pool's vectors
+    kept: Bool  # whether it is stored there
+    lost: Bool  # whether it should be stored and has no place
+    # Tokens that are announced but not in the call, counted at one vector of each sequence.
     promised: Int
 
 

@@ -1,46 +1,16 @@
 """Pages whose sides are stored each in its own way: codes of 4, 3 or 2 bits, int8, or e4m3 keys.
 
-Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, so 4.19 M
-tokens of a KV head; the frame is `kernel`'s:
-  - bytes that must move: of 3-bit keys and 2-bit values 84 a token, 352 MB; of 2 and 2 bits 68,
-    285 MB; of 4 and 2 100, 419 MB; of e4m3 keys and 4-bit values 194, 814 MB. At the 4.3 TB/s that
-    a copy reaches on an H200 82, 66, 98 and 189 us.
-  - instructions for 32 codes, counted, of keys and of values: 18 and 24 of 2 bits, 28 and 34 of 3,
-    36 and 48 of 4; so beside the 500 of turbo4 that are no look-ups, for a block of 64 tokens and
-    warp, some 920, 840, 980 and 1,150. That is 64, 59, 69 and 81 us of all schedulers of an H200.
-Memory is the floor; permutes, shifts and logic, which are issued every second clock, come near it.
-Target: 125, 115, 135 and 205 us; no slower than turbo4 at 1 x 4k and 1 x 8k.
-
-Versions, H200, jax 0.11.2, whole calls, us, one query token and four queries a KV head; in brackets
-what there was before, in Triton; cuDNN on dense bfloat16 in the same run, turbo4's v3 in
-`benchmarks/results/paged_formats_2026-11-25.json`, where these took 203, 106, 12.4 and 10.0 (e4m3
-keys), 123, 67, 9.7 and 7.9 (3 and 2 bits):
-                                     16 x 32k     64 x 4k       1 x 8k       1 x 4k
-  cuDNN                              474          244           15.4         11.2
-  turbo4                             149           81           10.7          8.6
-  e4m3 keys and 4-bit values         204 (292)    108 (161)     12.7 (33.2)  10.0 (32.6)
-    parts of 4,096                   203
-    blocks of 64; and 1 in flight    199; 201
-    3 in flight                      206
-  3-bit keys, 2-bit values           123 (316)     68 (179)      9.9 (37.9)   7.8 (37.8)
-    parts of 4,096                   119
-    1 block in flight; 3             135; 127
-    high halves of selectors by a
-      dot product and not a shift    121, with 130 registers
-    rows `g` begin with four and not
-      two different tokens, of which
-      fewer are in the same banks    125
-  4-bit keys, 2-bit values           129                        10.1
-  2 and 2 bits                       112                         9.4
-So all reach the target with many sequences: e4m3 keys at 93 % of the speed of a copy, 3 and 2 bits
-at 67, 4 and 2 at 76, 2 and 2 at 59: with fewer bits, what does not depend on them takes more of the
-time. With one sequence codes are faster than turbo4, by 6 to 9 % in that record, and e4m3 keys are
-not, though faster than cuDNN. The inner loop has 955 instructions of 3 and 2 bits, 1,230 of e4m3
-keys (64 tokens), none spilled. Left: blocks of 64 for e4m3 keys, not timed where calls are short.
-Outputs are off from plain JAX by 3e-6 of their length (e4m3 keys) to 4e-5.
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128, H200; the
+frame is `kernel`'s: of 3-bit keys and 2-bit values 84 bytes a token, 82 us; of 2 and 2 bits 66 us,
+of 4 and 2 98, of e4m3 keys and 4-bit values 189. Permutes, shifts and logic, 59 to 81 us at full
+rate, are issued every second clock. Target: 125, 115, 135 and 205 us. Seen: 123, 112, 129 and 204,
+so 67, 59, 76 and 93 % of a copy: with fewer bits, what does not depend on them takes more of the
+time.
 
 Products of codes are of int8, see `integers` and `unpack`; those with e4m3 keys are those of `fp8`.
 Of int8 see `int8`.
+
+Roofline in full and versions: `docs/kernels/paged.md`.
 """
 
 import dataclasses
@@ -48,7 +18,7 @@ from typing import Any
 
 from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.hopper.paged import integers
-from pallas_kernels.mosaic.hopper.paged.fp8 import Fp8
+from pallas_kernels.mosaic.hopper.paged.floats import Fp8
 from pallas_kernels.mosaic.hopper.paged.inputs import Place, Program, Query, Settings, Stored
 from pallas_kernels.mosaic.hopper.paged.int8 import Int8
 from pallas_kernels.mosaic.hopper.paged.unpack import Codes
@@ -97,18 +67,7 @@ class Mixed:
         if isinstance(self.key, Fp8):
             return self.key.scores(slot, query, here)
         norms = self.norms(0, slot, here)
-        out: list[list[Float]] = [[] for _ in query.operands]
-        for pair in self.key.key_rows(slot, self.s.held, here):
-            for tile, operands in enumerate(query.operands):
-                low, high = query.start[tile]
-                c = [low, high, low, high]
-                for k in range(0, len(operands), 2):
-                    a = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
-                    c = lane.matmul(a, operands[k : k + 2], c)
-                for j in (0, 1):
-                    x = integers.joined(c[2 * j], c[2 * j + 1], query.offset[tile])
-                    out[tile].append(x * (norms[len(out[tile])] * query.factor[tile]))
-        return out
+        return integers.scores(self.key.key_rows(slot, self.s.held, here), norms, query)
 
     def norms(self, side: int, slot: Pointer, here: Place) -> list[Float]:
         """Norms of the lane's tokens: of keys if `side` is 0, of values if 1."""
@@ -116,11 +75,7 @@ class Mixed:
         first = block * (self.s.key_bytes(self.head_dim) + self.s.row_bytes(self.head_dim))
         first += 2 * block if side and not isinstance(self.key, Fp8) else 0
         selector = (here.odd * 0x2222) ^ 0x3210
-        out = []
-        for word in slot.at(here.g * (2 * held), first).words(held // 2):
-            word = lane.permute_bytes(word, 0, selector)
-            out += [lane.half_to_float(word), lane.half_to_float(word >> 16)]
-        return out
+        return integers.norms(slot.at(here.g * (2 * held), first).words(held // 2), selector)
 
     def weighted(
         self,
@@ -136,16 +91,8 @@ class Mixed:
         for p, seen in zip(weights, visible, strict=True):
             w = [v.where(x * n, 0.0) for v, x, n in zip(seen, p, norms, strict=True)]
             operands.append(integers.weight_operands(w, self._middle(1), here))
-        out: list[list[Float]] = [[] for _ in weights]
         values = slot.at(self.s.block * self.s.key_bytes(self.head_dim))
-        for rows in self.value.value_rows(values, self.s.held, here):
-            for tile, (words, start, offset, unit) in enumerate(operands):
-                c = [*start, *start]
-                for k in range(0, len(words), 2):
-                    c = lane.matmul(rows[2 * k : 2 * k + 4], words[k : k + 2], c)
-                for j in (0, 1):
-                    out[tile].append(integers.joined(c[2 * j], c[2 * j + 1], offset) * unit)
-        return out
+        return integers.weighted(self.value.value_rows(values, self.s.held, here), operands)
 
 
 def _integers(side: Stored, head_dim: int, s: Settings) -> Codes | Int8:

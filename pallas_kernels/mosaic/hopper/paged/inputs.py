@@ -1,6 +1,7 @@
 """What paged attention works with: settings, arrays, a program's and a lane's place, the state."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pallas_kernels.layouts import LOG2_E as LOG2_E
@@ -14,20 +15,15 @@ _KV4, _K8V4, _MIXED = "kv4", "k8v4", "mixed"
 
 
 class Stored(NamedTuple):
-    """How keys, or values, of pages of the kind ``"mixed"`` are stored.
+    """How keys, or values, of pages of the kind ``"mixed"`` are stored."""
 
-    Attributes:
-      bits: of a code: 2, 3 or 4, with a norm for each token; 8 of int8, with a scale for each, and
-        of e4m3, for keys only.
-      centroids: of codes, ``2**bits`` numbers in 0..127, from which `middle` is subtracted.
-      middle: a multiple of a half.
-      is_int8: whether 8 bits are int8.
-    """
-
+    # Of a code: 2, 3 or 4, with a norm for each token; 8 of int8, with a scale for each, and of
+    # e4m3, for keys only.
     bits: int
+    # Of codes, ``2**bits`` numbers in 0..127, from which `middle` is subtracted.
     centroids: tuple[int, ...] = ()
-    middle: float = 0.0
-    is_int8: bool = False
+    middle: float = 0.0  # a multiple of a half
+    is_int8: bool = False  # whether 8 bits are int8
 
     @property
     def is_float(self) -> bool:
@@ -36,55 +32,41 @@ class Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
-
-    Attributes:
-      kind: what pages hold: ``"turbo4"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, or ``"bfloat16"`` or
-        ``"float16"``, which is the queries' dtype then; ``"kv4"`` and ``"k8v4"``, codes with a
-        scale for each token; ``"mixed"``, see `stored`.
-      centroids: turbo4: 16 numbers in 0..127, from which `middle` is subtracted.
-      middle: turbo4: a multiple of a half.
-      value_unit: factor of the outputs.
-      rows: queries of a program, a multiple of 4.
-      part: tokens whose blocks a warp adds up one after the other, a multiple of `step`; parts
-        begin at multiples of it.
-      is_split: whether a program takes a few steps, and leaves the result of each block to the
-        merge, which adds up the same in the same order; otherwise it takes a part.
-      few: tokens of such a program, or those of one step if there are more.
-      block: tokens that a warp takes at a time, 16 to 64.
-      warpgroups: of a program; each of their warps takes its own blocks.
-      stages: blocks in flight for each warp.
-      reserve: bytes of shared memory for a warp at least. With less to do at a time, the programs
-        that a multiprocessor holds end sooner, and those left over at the end count less.
-      limit: without a table, the tokens that a sequence may have: token `p` is page ``p % n`` of
-        its `n` pages of one token.
-      stored: for ``"mixed"``: how keys, and how values, are stored.
-      copies_words: whether lanes copy pages, 16 bytes at a time: for GPUs without bulk copies.
-      channels: channels stored, if fewer than the queries'; the queries' others are 0, and those of
-        outputs are undefined.
-      out_dtype: of the output, ``"float32"``; None for the queries'.
-    """
-
+    # What pages hold: ``"turbo4"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, or ``"bfloat16"`` or
+    # ``"float16"``, which is the queries' dtype then; ``"kv4"`` and ``"k8v4"``, codes with a scale
+    # for each token; ``"mixed"``, see `stored`.
     kind: str
-    centroids: tuple[int, ...]
-    middle: float
+    centroids: tuple[int, ...]  # turbo4: 16 numbers in 0..127, from which `middle` is subtracted
+    middle: float  # turbo4: a multiple of a half
     scale: float
-    value_unit: float
+    value_unit: float  # factor of the outputs
     window: tuple[int, int] | None
     soft_cap: float | None
-    rows: int
+    rows: int  # queries of a program, a multiple of 4
+    # Tokens whose blocks a warp adds up one after the other, a multiple of `step`; parts begin at
+    # multiples of it.
     part: int
+    # Whether a program takes a few steps, and leaves the result of each block to the merge, which
+    # adds up the same in the same order; otherwise it takes a part.
     is_split: bool
-    few: int
-    block: int
-    warpgroups: int
-    stages: int
+    few: int  # tokens of such a program, or those of one step if there are more
+    block: int  # tokens that a warp takes at a time, 16 to 64
+    warpgroups: int  # of a program; each of their warps takes its own blocks
+    stages: int  # blocks in flight for each warp
+    # Bytes of shared memory for a warp at least. With less to do at a time, the programs that a
+    # multiprocessor holds end sooner, and those left over at the end count less.
     reserve: int = 0
+    # Without a table, the tokens that a sequence may have: token `p` is page ``p % n`` of its `n`
+    # pages of one token.
     limit: int | None = None
+    # For ``"mixed"``: how keys, and how values, are stored.
     stored: tuple[Stored, Stored] | None = None
+    # Channels stored, if fewer than the queries'; the queries' others are 0, and those of outputs
+    # are undefined.
     channels: int | None = None
+    # Whether lanes copy pages, 16 bytes at a time: for GPUs without bulk copies.
     copies_words: bool = False
-    out_dtype: str | None = None
+    out_dtype: str | None = None  # of the output, ``"float32"``; None for the queries'
 
     @property
     def is_contiguous(self) -> bool:
@@ -159,47 +141,28 @@ class Settings:
 
 
 class Pages(NamedTuple):
-    """A pool of pages.
-
-    Attributes:
-      key: uint8 codes ``[P, K, page_size, H / 2]``, or int8, or floats of 8 or 16 bits
-        ``[P, K, page_size, H]``; of `Settings.stored` codes ``[P, K, page_size, H * bits / 8]``.
-      value: the same.
-      key_norm: ``[P, K, page_size]``, float16 norms, or bfloat16 for the kinds with scales, or
-        None.
-      value_norm: the same.
-      key_scale: float32 ``[1]``, factor of the keys, or None.
-      value_scale: the same of the values.
-      signs: float32 ``[H]``, of the rotation, or None.
-    """
-
+    # Uint8 codes ``[P, K, page_size, H / 2]``, or int8, or floats of 8 or 16 bits ``[P, K,
+    # page_size, H]``; of `Settings.stored` codes ``[P, K, page_size, H * bits / 8]``.
     key: Any
-    value: Any
+    value: Any  # the same
+    # ``[P, K, page_size]``, float16 norms, or bfloat16 for the kinds with scales, or None.
     key_norm: Any
-    value_norm: Any
-    key_scale: Any
-    value_scale: Any
-    signs: Any
+    value_norm: Any  # the same
+    key_scale: Any  # float32 ``[1]``, factor of the keys, or None
+    value_scale: Any  # the same of the values
+    signs: Any  # float32 ``[H]``, of the rotation, or None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays(warp.Arrays):
-    """The call's arrays.
-
-    Attributes:
-      tables: ``[B, max_pages]``, or None: sequence `b` has the `room` pages from ``b * room`` on.
-      max_pages: of a sequence.
-      room: pages of the pool for each sequence.
-      is_padded: whether `query_lengths` are given; otherwise all queries are real.
-    """
-
     pages: Pages
+    # ``[B, max_pages]``, or None: sequence `b` has the `room` pages from ``b * room`` on.
     tables: Pointer | None
     page_size: int
-    max_pages: int
+    max_pages: int  # of a sequence
     num_pages: int
-    room: int
-    is_padded: bool
+    room: int  # pages of the pool for each sequence
+    is_padded: bool  # whether `query_lengths` are given; otherwise all queries are real
 
     def count(self, size: int) -> int:
         """How many pieces of `size` tokens a sequence has room for, rounded up."""
@@ -320,37 +283,24 @@ def parity(g: Int) -> Int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Query:
-    """A lane's part of the queries, one entry for each tile.
+    """A lane's part of the queries, one entry for each tile."""
 
-    Attributes:
-      operands: the first product's second operand, of column `g`: the high part of query ``g // 2``
-        where `g` is odd, else the low one.
-      start: what the sums of query `t`'s two columns start from.
-      offset: added to query `t`'s scores.
-      factor: of query `t`'s scores; NaN where the query is not finite.
-      position: of query `t`; -1 if it does not exist.
-    """
-
+    # The first product's second operand, of column `g`: the high part of query ``g // 2`` where `g`
+    # is odd, else the low one.
     operands: list[list[Int]]
-    start: list[tuple[Any, Any]]
-    offset: list[Float]
-    factor: list[Float]
-    position: list[Int]
+    start: list[tuple[Any, Any]]  # what the sums of query `t`'s two columns start from
+    offset: list[Float]  # added to query `t`'s scores
+    factor: list[Float]  # of query `t`'s scores; NaN where the query is not finite
+    position: list[Int]  # of query `t`; -1 if it does not exist
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class State:
-    """A running softmax, one entry for each tile.
+    """A running softmax, one entry for each tile."""
 
-    Attributes:
-      outputs: of query `t`, this lane's channels (`channel`).
-      maxima: of query `t`, in powers of two.
-      totals: sums of weights of query `t`.
-    """
-
-    outputs: list[list[Float]]
-    maxima: list[Float]
-    totals: list[Float]
+    outputs: list[list[Float]]  # of query `t`, this lane's channels (`channel`)
+    maxima: list[Float]  # of query `t`, in powers of two
+    totals: list[Float]  # sums of weights of query `t`
 
     @classmethod
     def empty(cls, tiles: int, outputs: int) -> "State":
@@ -375,3 +325,82 @@ class State:
         size = len(outputs) // tiles
         split = [outputs[i * size : (i + 1) * size] for i in range(tiles)]
         return cls(split, rest[:tiles], rest[tiles:])
+
+
+_DOWN, _SMALLEST = 2.0**-16, 2.0**-100
+
+Convert = Callable[[Int], Sequence[Int]]  # from a word of a page to operand words
+Multiply = Callable[[Sequence[Int], Sequence[Int], Sequence[Any]], list[Any]]
+"""A warp's product, such as `lane.matmul`."""
+
+
+def key_rows(keys: Pointer, row: int, held: int, here: Place, convert: Convert) -> Any:
+    """Yields operand words lazily, two of the lane's `held` tokens (of `row` bytes) at a time."""
+    first = keys.at(here.g * (held * row) + here.t * (row // 4))
+    return (
+        [
+            [w for word in first.at((here.odd ^ j) * row).words(row // 16) for w in convert(word)]
+            for j in (i, i + 1)
+        ]
+        for i in range(0, held, 2)
+    )
+
+
+def value_words(values: Pointer, row: int, held: int, here: Place) -> list[list[list[Int]]]:
+    """Words of the lane's channels, for the tokens of both its lanes' scores, half after half."""
+    loaded = []
+    for half in (0, 1):
+        g = (here.t << 1) + half
+        first = values.at(g * (held * row) + here.g * (row // 8))
+        odd = parity(g)
+        loaded.append([first.at((odd ^ i) * row).words(row // 32) for i in range(held)])
+    return loaded
+
+
+def weight_words(planes: list[Int], here: Place) -> list[Int]:
+    """Operand words of weights from the low and the high words of the lanes that computed them."""
+    words = []
+    for half in (0, 1):
+        source = (((here.t << 1) + half) << 2) + (here.g >> 1)
+        low, high = (lane.from_lane(x, source) for x in planes)
+        words.append((here.g & 1).equals(1).where(high, low))
+    return words
+
+
+def multiplied(
+    pair: Sequence[Sequence[Int]], words: list[Int], sums: list[Any], multiply: Multiply
+) -> list[Any]:
+    """The sums of two tokens' keys, operand words of each, times a query's `words`."""
+    for k in range(0, len(words), 2):
+        operand = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
+        sums = multiply(operand, words[k : k + 2], sums)
+    return sums
+
+
+def summed(rows: list[Int], words: list[Int], sums: list[Any], multiply: Multiply) -> list[Any]:
+    """The sums of two channels' values, `rows` of a `value_rows`, times weights' `words`."""
+    for k in range(0, len(words), 2):
+        sums = multiply(rows[2 * k : 2 * k + 4], words[k : k + 2], sums)
+    return sums
+
+
+def largest(x: list[Float]) -> tuple[Float, Float]:
+    """The largest magnitude of a row that four lanes share, and 0, or NaN unless all are finite."""
+    top, bad = lane.number(0.0), lane.number(0.0)
+    for v in x:
+        top = lane.maximum(top, lane.maximum(v, -v))
+        bad = lane.fma(v, 0.0, bad)
+    top = lane.reduce_lanes(top, lane.maximum, (1, 2))
+    return top, lane.reduce_lanes(bad, lambda u, v: u + v, (1, 2))
+
+
+def scaled(x: list[Float]) -> tuple[list[Float], Float]:
+    """A query's numbers divided by their largest magnitude, and that; NaN unless all are finite.
+
+    Numbers below ``2**-84`` become 0, which changes no score.
+    """
+    top, bad = largest(x)
+    # Far from where a reciprocal overflows, or is flushed to 0.
+    top = lane.maximum(top * _DOWN, lane.number(_SMALLEST))
+    inverse = lane.reciprocal(top)
+    return [v * _DOWN * inverse for v in x], (top + bad) * (1 / _DOWN)

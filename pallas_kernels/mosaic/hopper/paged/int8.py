@@ -1,22 +1,14 @@
 """Pages of int8 with a scale for each token: how they are written, and how a warp reads them.
 
-Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, so 4.19 M
-tokens of a KV head; the frame is `kernel`'s:
-  - bytes that must move: 260 a token, 1,091 MB; with codes of 4 bits as values 196, 822 MB. At the
-    4.3 TB/s that a copy reaches on an H200 254 and 191 us, at an H100's 3.0 364 and 274.
-  - instructions: keys are operands as they are, and 16 values are turned by 8 permutes, where 16
-    numbers in e4m3 are converted by 16 instructions and turned by 8: fewer than for e4m3.
-  Memory is the floor. Target: the 256 us that e4m3 takes on an H200, and `k8v4`'s 204.
-
-Versions, H200, jax 0.11.2, us at 16 x 32k, 64 x 4k and 1 x 8k:
-                  cuDNN in bfloat16  464, 238, 14.8;  e4m3 249, 130, 12.5;  `k8v4` 199, 114, 12.6
-  v1, as above    int8               253.5, 133.4, 13.9: 1.83, 1.79, 1.06 times cuDNN, as a copy
-                  int8_v4            196.3, 102.4, 12.6: 2.36, 2.33, 1.18 times; 98 % of a copy
-  Rows: `benchmarks/results/paged_int8_2026-11-29.json`. 1 x 8k is a tenth behind e4m3's: int8 takes
-  the same launches, which were tuned for that.
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128, H200; the
+frame is `kernel`'s: 260 bytes a token, 254 us; with codes of 4 bits as values 196, 191 us. Memory
+is the floor. Target: 256 and 204 us, as of e4m3 and `k8v4`. Seen: 253.5 and 196.3, a copy's speed;
+1 x 8k is a tenth behind e4m3's.
 
 Products are of int8: queries and weights are integers of 15 bits in two columns (`integers`), of
 which the middle of a table is 0 here. Scales are where codes have norms.
+
+Roofline in full and versions: `docs/kernels/paged.md`.
 """
 
 import dataclasses
@@ -24,9 +16,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pallas_kernels.mosaic import eight_bits, lane
-from pallas_kernels.mosaic.hopper.paged.inputs import Place
-from pallas_kernels.mosaic.hopper.paged.operands import key_rows, value_words
+from pallas_kernels.mosaic import eight_bits, lane, warp
+from pallas_kernels.mosaic.hopper.paged.inputs import Place, key_rows, value_words
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 LARGEST_SCALE, NAN_SCALE = 65504.0, 0x7E00
@@ -61,7 +52,7 @@ class Int8:
         for j in range(self.head_dim // 32):
             # [k-step][half of its tokens][channel of four]
             turned = [
-                [_transposed([loaded[half][k + b][j] for b in range(4)]) for half in (0, 1)]
+                [warp.transposed([loaded[half][k + b][j] for b in range(4)]) for half in (0, 1)]
                 for k in range(0, held, 4)
             ]
             for first in (0, 2):
@@ -71,19 +62,6 @@ class Int8:
                     for half in (0, 1)
                     for word in step[half][first : first + 2]
                 ]
-
-
-def _transposed(words: list[Int]) -> list[Int]:
-    """Four channels each of four tokens as four tokens each of four channels."""
-    pairs = [
-        [lane.permute_bytes(a, b, selector) for a, b in (words[:2], words[2:])]
-        for selector in (0x5140, 0x7362)
-    ]
-    return [
-        lane.permute_bytes(low, high, selector)
-        for low, high in pairs
-        for selector in (0x5410, 0x7632)
-    ]
 
 
 # Writing: the arithmetic of `turbojax.caches.paged.formats.to_int8` -----------------------------

@@ -5,11 +5,18 @@ what that offset contributes is known beforehand, and the sums start from it.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic.hopper.paged.inputs import Place
-from pallas_kernels.mosaic.hopper.paged.operands import scaled, weight_words
+from pallas_kernels.mosaic.hopper.paged.inputs import (
+    Place,
+    Query,
+    multiplied,
+    scaled,
+    summed,
+    weight_words,
+)
 from pallas_kernels.mosaic.lane import Float, Int
 
 # The largest number whose high byte is at most 127 after rounding.
@@ -56,6 +63,39 @@ def weight_operands(
         sums = lane.matmul(ones, words[k : k + 2], sums)
     start, offset = _less_middle(sums[0], sums[1], middle)
     return words, start, offset, top * (1 / _RANGE)
+
+
+def scores(pairs: Any, norms: list[Float], query: Query) -> list[list[Float]]:
+    """Scores of each tile's query `t` with the lane's tokens, whose operand words are `pairs`."""
+    out: list[list[Float]] = [[] for _ in query.operands]
+    for pair in pairs:
+        for tile, operands in enumerate(query.operands):
+            low, high = query.start[tile]
+            c = multiplied(pair, operands, [low, high, low, high], lane.matmul)
+            for j in (0, 1):
+                x = joined(c[2 * j], c[2 * j + 1], query.offset[tile])
+                out[tile].append(x * (norms[len(out[tile])] * query.factor[tile]))
+    return out
+
+
+def weighted(value_rows: Any, operands: Sequence[tuple[Any, ...]]) -> list[list[Float]]:
+    """Each tile's weights, as `weight_operands` gives them, times values."""
+    out: list[list[Float]] = [[] for _ in operands]
+    for rows in value_rows:
+        for tile, (words, start, offset, unit) in enumerate(operands):
+            c = summed(rows, words, [*start, *start], lane.matmul)
+            for j in (0, 1):
+                out[tile].append(joined(c[2 * j], c[2 * j + 1], offset) * unit)
+    return out
+
+
+def norms(words: list[Int], selector: Int) -> list[Float]:
+    """Two float16 norms of each word, in the order of the lane's tokens."""
+    out = []
+    for word in words:
+        word = lane.permute_bytes(word, 0, selector)
+        out += [lane.half_to_float(word), lane.half_to_float(word >> 16)]
+    return out
 
 
 def joined(low: Int, high: Int, offset: Float) -> Float:

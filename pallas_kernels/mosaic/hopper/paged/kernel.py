@@ -1,14 +1,11 @@
 """Attention of new queries to pages of integers of 2 to 8 bits or floats of 8 or 16, for Hopper.
 
-Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128:
-  - bytes that must move: 16 * 8 * 32768 tokens * 132 = 554 MB for turbo4, 256 bytes a token and
-    1,074 MB for 8-bit floats, 512 and 2,147 MB for 16 bits; at the 3.0 TB/s of a copy 185, 358 and
-    716 us. One multiprocessor has 650 clocks for a block of 64 tokens of turbo4, 1,260 of 8-bit
-    floats and 2,520 of 16 bits.
-  - instructions, by count: some 1,000 for a block and warp of any; four schedulers issue 2,600,
-    5,000 and 10,000 in those clocks.
-Memory is the floor. Target: 80 % of it for 4 and 8 bits, 230 and 450 us; for 16 bits, where nothing
-else is scarce, 97 % of cuDNN's speed.
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128: 554 MB for
+turbo4, 1,074 for 8-bit floats, 2,147 for 16 bits, at the 3.0 TB/s of a copy on an H100 185, 358 and
+716 us; some 1,000 instructions for a block and warp, of 2,600, 5,000 and 10,000 that its time
+holds. Memory is the floor. Target: 80 % of it for 4 and 8 bits, 97 % of cuDNN's speed for 16. Seen
+on an H100: 209 and 373 us, 88 and 96 %; on an H200 149, 257 and 477 (cuDNN on bfloat16 463 to 473).
+What bounds turbo4: look-ups and the transposition of values.
 
 As in `decode`, every warp takes its own blocks of tokens, brings them to shared memory by itself
 with the copy engine, a page or a part of one with each copy, and works without a barrier that other
@@ -23,73 +20,7 @@ those would be few, a few blocks (`Settings.is_split`), whose results the merge 
 So what is added up, and how, depends on a token's position alone: not on the length of its
 sequence, on how a prompt is cut into chunks, on the rest of the batch, or on the programs.
 
-Versions, H100, jax 0.11.2, device time of both kernels (cuDNN on dense bfloat16 in the same run):
-  turbo4                   16 x 32k   64 x 4k   1 x 32k   1 x 4k
-    cuDNN                    702 us    351 us     51 us    9.5 us
-    parts of 1024, taken     209       112        20      12.6     3.35 times, 88 % of a copy's rate
-    parts of 512             218       118        26      10.1
-    parts of 2048            205       111        20      18.0
-    1 block in flight        231       125
-    blocks of 32 tokens      212       113
-    two warpgroups           253       145        24               too few programs at a time
-    32 parts merged at once  207       116        19      12.7     1 x 128k: 65, not 82 us
-  pages of 16, 32, 128       225, 214, 208 us
-  fp8, parts of 1024         373       195        32      12.4     1.88 times, 96 %
-  16 queries of 4 x 8k, 4, 8, 16 in a program: 175, 142, 117 us of turbo4, 327, 200, 130 of fp8
-  1 x 1k: 9.6 us, where cuDNN takes 6.4: one program of four blocks a warp for each KV head.
-These and more rows are in `benchmarks/results/paged_versions_2026-11-21.json`.
-
-H200 (reads 4.5 TB/s: turbo4 122 us, fp8 236), whole calls, us; fp8 in the last three columns:
-                                 16 x 32k  64 x 4k  1 x 8k  1 x 4k   16 x 32k  64 x 4k  1 x 8k
-    cuDNN                           472      243     14.6    11.0       472      243    14.6
-    v1, as above                    184      111     19.5    15.0       267      146    15.9
-      of which the kernel           169              10.4               257             10.5
-    v2                              158       87     11.0     9.0       257      139    14.4
-      of which the kernel           154       83      7.8     5.8       253      135     9.2
-    v3 (cuDNN 473, 244, 14.8, 11.2) 149       81     10.6     8.4
-      of which the kernel           146       78      7.5     5.6
-  v2's steps, the kernel alone, turbo4, 16 x 32k:
-    its table in registers that the compiler does not know to be constant, and
-      not in copies before every permute (218 of 1,382 instructions)       168 -> 166
-    halves of the table added and not or-ed: done by the multipliers, where
-      permutes, shifts and logic keep one unit at 60 %                     166 -> 155
-    parts of 2,048; of 4,096 146                                           155 -> 148
-    each block's own softmax; queries rotated by the warps, a query each   148 -> 154
-      (all queries by every warp: 153, and 0.6 us more for short calls)
-    the merge normalizes, rotates back, checks tables: 3.6 us, and no other kernels
-  What bounded v2: without look-ups it took 133, without the transposition of values 137. Slower or
-  the same: shifts as high halves of products (160), blocks of 32 tokens with up to 5 in flight (159
-  to 189), one in flight (157), masks only where some token is hidden (154).
-  v3: the table's upper half is looked up with complements of codes, by multipliers, and not with
-  codes whose highest bit logic flips, so every other shift goes too: of 664 instructions of the
-  busiest unit 536 are left. Not taken, 16 x 32k and 64 x 4k: keys and values in slots of their own,
-  so that four programs share a multiprocessor (148.6, 80.0; of v2 154.9, 84.0; with queries in
-  shared memory, as 128 registers just suffice, 147.5, 79.9); parts of 4,096 (146.3, 81.7, other
-  bits, too few programs in shorter calls); shifts by dp2a (149.4, 80.5); one in flight (161, 86);
-  halves of look-ups multiplied, not added (2 more); merges that read signs first (1 x: v3's row).
-  Programs that take a few blocks: 1 x 32k 29 and not 19, 4 x 8k 26 and not 21; 4 x 4k 18 for 19.
-Rows: `benchmarks/results/paged_versions_2026-11-24.json`, of v3 `bytes_tuning_2026-11-25.json`.
-
-16 bits, H200, bfloat16, whole calls, us; cuDNN on dense bfloat16 in the same run in brackets:
-                                         16 x 32k   64 x 4k    4 x 8k     1 x 8k     1 x 4k
-  in Triton, before                      609 (472)  313 (243)             22.9 (14.7)
-  three programs a multiprocessor,
-    1 block of 32 tokens in flight       500 (474)  269 (242)             15.3 (14.5) 11.7 (11.1)
-    2 blocks of 16                       499        271
-    parts of 4,096                       531        267
-    parts of 1,024                       484 (463)  247 (238)
-  two programs, 1 block of 32            477 (463)  243 (238)  36.6 (37.0)
-  one program, 2 blocks                  482 (463)  244 (238)  37.0 (37.1)
-  as it is: two programs, or one and 2 blocks where there is no second; merges that
-    wait for no length                              247 (244)  35.2 (37.0) 14.3 (15.0) 10.2 (11.1)
-      of which the merge                            2.5        1.7         3.3         3.2
-  With three programs the last of some 5 rounds has a few, and they take as long as any.
-  Copied by lanes, 16 bytes each, and not by the copy engine: the same for pages (478, 243, 15.8,
-  11.2). For contiguous caches, 256 bytes a token and head, 475 (463) where one copy of the engine
-  for each token takes 512 (474); with a window of 1,024 tokens 24.9 and 74.6, of 32k and of 4k.
-  Outputs are off by 4.3e-4 of their length, mostly their rounding to bfloat16; cuDNN's by 5.5e-4.
-  The same two programs for 8-bit floats (`_IN_PAIRS`): 132.3 and not 135.0 at 64 x 4k, 70.6 and not
-  80.6 at 32 x 4k, 256.4 and not 254.8 at 16 x 32k; for turbo4 92 and not 86.
+Roofline in full and versions: `docs/kernels/paged.md`.
 """
 
 import functools
@@ -105,7 +36,7 @@ from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.paged import codes, floats, merge, scaled, turbo4
 from pallas_kernels.mosaic.hopper.paged.copies import page_of, start_copies
-from pallas_kernels.mosaic.hopper.paged.fp8 import Fp8
+from pallas_kernels.mosaic.hopper.paged.floats import Fp8, Plain
 from pallas_kernels.mosaic.hopper.paged.inputs import (
     TILE,
     Arrays,
@@ -118,7 +49,6 @@ from pallas_kernels.mosaic.hopper.paged.inputs import (
 from pallas_kernels.mosaic.hopper.paged.inputs import Pages as Pages
 from pallas_kernels.mosaic.hopper.paged.inputs import Settings as Settings
 from pallas_kernels.mosaic.hopper.paged.inputs import Stored as Stored
-from pallas_kernels.mosaic.hopper.paged.plain import Plain
 from pallas_kernels.mosaic.hopper.paged.rotation import rotated
 from pallas_kernels.mosaic.lane import Int, Pointer
 

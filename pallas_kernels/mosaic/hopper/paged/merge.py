@@ -37,17 +37,13 @@ _BLOCKS_AHEAD = 16
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """How queries are shared out to warps, as `warp.launch` needs it.
+    """How queries are shared out to warps, as `warp.launch` needs it."""
 
-    Attributes:
-      shared: warps of a query: 16 where blocks are joined, 4 to a residue; else 4, a residue each;
-        1 where there are no more parts than residues, which it reads one after the other.
-      rows: queries of a program.
-      slices: programs of a query, each with some of the channels; 1 where outputs are rotated.
-    """
-
+    # Warps of a query: 16 where blocks are joined, 4 to a residue; else 4, a residue each; 1 where
+    # there are no more parts than residues, which it reads one after the other.
     shared: int
-    rows: int
+    rows: int  # queries of a program
+    # Programs of a query, each with some of the channels; 1 where outputs are rotated.
     slices: int = 1
     stages: int = 1
 
@@ -72,33 +68,20 @@ class _Layout:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Row:
-    """A query, and a lane's part of it.
+    """A query, and a lane's part of it."""
 
-    Attributes:
-      a: arrays; `outputs` are the results.
-      partials: outputs, maxima and sums of all programs.
-      s: settings of the kernel before.
-      number: of the query among those of its KV head.
-      pair: ``batch * K + head``.
-      length: tokens of the sequence.
-      position: of the query; -1 if it does not exist.
-      place: of the lane in its warp.
-      warp: of its warp among those of the query.
-      slice: which slice of the channels.
-    """
-
-    a: Arrays
-    partials: list[Pointer]
-    s: Settings
+    a: Arrays  # arrays; `outputs` are the results
+    partials: list[Pointer]  # outputs, maxima and sums of all programs
+    s: Settings  # settings of the kernel before
     layout: _Layout
-    number: Int
-    pair: Int
+    number: Int  # of the query among those of its KV head
+    pair: Int  # ``batch * K + head``
     batch: Int
-    length: Int
-    position: Int
-    place: Int
-    warp: Int
-    slice: Int
+    length: Int  # tokens of the sequence
+    position: Int  # of the query; -1 if it does not exist
+    place: Int  # of the lane in its warp
+    warp: Int  # of its warp among those of the query
+    slice: Int  # which slice of the channels
 
     @classmethod
     def of(

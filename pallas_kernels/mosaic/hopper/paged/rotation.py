@@ -4,8 +4,8 @@ Sums of pairs in the same order as there, so that the bits are the same.
 """
 
 import math
-import struct
 
+from pallas_kernels.layouts import float32
 from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
@@ -30,7 +30,7 @@ def _floats(pointer: Pointer, count: int) -> list[Float]:
 def _hadamard(x: list[Float], lane_number: Int) -> list[Float]:
     """The product with Sylvester's matrix divided by the root of its order."""
     x = hadamard(x, lane_number, _LANES)
-    [scale] = struct.unpack("<f", struct.pack("<f", 1 / math.sqrt(len(x) * _LANES)))
+    scale = float32(1 / math.sqrt(len(x) * _LANES))
     return [v * scale for v in x]
 
 

@@ -1,13 +1,9 @@
 """Caches of codes with a scale for each token (KV4, K8V4): how a warp multiplies with them.
 
-Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, so 4.19 M
-tokens of a KV head; the frame is `kernel`'s:
-  - bytes that must move: 132 a token of KV4, 554 MB, and 196 of K8V4, 822 MB: at the 4.3 TB/s that
-    a copy reaches on an H200 129 and 191 us, at an H100's 3.0 185 and 274.
-  - instructions, counted: 822 for a block of 64 tokens and warp (K8V4: 492 for 32, 984 for 64), so
-    58 us of all schedulers of an H200 (69); those of logic, shifts and permutes, half of them, are
-    issued every second clock, which is as long.
-Memory is the floor of both. Target: 140 and 205 us on an H200.
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128, H200; the
+frame is `kernel`'s: 132 bytes a token of KV4, 129 us, and 196 of K8V4, 191; instructions 58 and 69
+us. Memory is the floor of both. Target: 140 and 205 us. Seen: 139 and 198, 95 % of the rate of a
+copy.
 
 They are read as pools in which each sequence has one page. Values are 4-bit codes; keys are too,
 and meet queries rounded to e4m3 (KV4), or they are e4m3 and meet queries as they are (K8V4).
@@ -16,33 +12,30 @@ number, after a mask and no more: of the upper of a byte's codes it is 16 times 
 which queries and outputs make up for. What the 8 contributes is known beforehand, from the
 queries' or the weights' sums, and the sums of products start from it.
 
-Versions, H200, jax 0.11.2, 16 x 32k, the whole call, us (cuDNN on dense bfloat16: 465):
-                                             KV4    K8V4
-  Triton                                     249     307
-  v1, below, blocks of 64 and of 32 tokens   139     198    3.35 and 2.35 times
-    parts of 4,096                           138
-    3 blocks in flight                       141     199
-    blocks of 32 tokens, 4 in flight; of 64  148     198
-  Of KV4's 139 the kernel takes 134.5, the merge 3.1: 95 % of the rate of a copy. Signs of codes
-  flipped before masks are applied, not with them, are 64 instructions of 886 more; with a constant
-  that the compiler knows 197, as it copies that before every use.
-
 Queries of e4m3 are exact in float16, and so are products with codes: scores are those of the
 definition, but for the order of the sums. Weights are sums of two float16, in two columns.
+
+Roofline in full and versions: `docs/kernels/paged.md`.
 """
 
 import abc
 import dataclasses
 import functools
-import struct
 from typing import Any, Self
 
-from pallas_kernels.layouts import E4M3_MAX
+from pallas_kernels.layouts import E4M3_MAX, float32
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic.hopper.paged.inputs import Place, Program, Query, Settings
-from pallas_kernels.mosaic.hopper.paged.operands import (
+from pallas_kernels.mosaic.hopper.paged.floats import planes
+from pallas_kernels.mosaic.hopper.paged.inputs import (
+    Place,
+    Program,
+    Query,
+    Settings,
     key_rows,
+    largest,
+    multiplied,
     scaled,
+    summed,
     value_words,
     weight_words,
 )
@@ -56,8 +49,7 @@ _MIDDLE = 8
 _STEP, _UPPER = 2.0**-24, 16.0
 # The largest weight of a block becomes this large, so that no weight's remainder is subnormal.
 _RANGE = 2.0**14
-OUTPUT_UNIT = 1 / (_RANGE * _STEP)
-"""Factor of the outputs."""
+OUTPUT_UNIT = 1 / (_RANGE * _STEP)  # factor of the outputs
 _TINY = 1.1754943508222875e-38
 # Bits of 2**-110, far from where a reciprocal overflows: parts of it are as exact.
 _SMALLEST = (127 - 110) << 23
@@ -66,15 +58,11 @@ _ONE = 0x3C003C00
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scaled(abc.ABC):
-    """The products of a block in shared memory; subclasses share those with values.
-
-    Attributes:
-      signs: `_SIGNS`, in registers: the compiler copies constants before every use.
-    """
+    """The products of a block in shared memory; subclasses share those with values."""
 
     head_dim: int
     s: Settings
-    signs: list[Int]
+    signs: list[Int]  # `_SIGNS`, in registers: the compiler copies constants before every use
 
     @classmethod
     def of(cls, head_dim: int, s: Settings) -> Self:
@@ -146,9 +134,7 @@ class Scaled(abc.ABC):
         out: list[list[Float]] = [[] for _ in weights]
         for rows in self._value_rows(slot.at(self._values), here):
             for tile, words in enumerate(operands):
-                c = starts[tile]
-                for k in range(0, len(words), 2):
-                    c = lane.half.matmul(rows[2 * k : 2 * k + 4], words[k : k + 2], c)
+                c = summed(rows, words, starts[tile], lane.half.matmul)
                 out[tile] += [(c[2 * j] + c[2 * j + 1]) * factors[tile][j] for j in (0, 1)]
         return out
 
@@ -203,10 +189,8 @@ class Kv4(Scaled):
         row = self.s.key_bytes(self.head_dim)
         for pair in key_rows(slot, row, self.s.held, here, self.unpacked):
             for tile, operands in enumerate(query.operands):
-                c = [*query.start[tile], *query.start[tile]]
-                for k in range(0, len(operands), 2):
-                    a = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
-                    c = lane.half.matmul(a, operands[k : k + 2], c)
+                start = [*query.start[tile], *query.start[tile]]
+                c = multiplied(pair, operands, start, lane.half.matmul)
                 for x in (c[0], c[2]):
                     factor = scales[len(out[tile])] * query.factor[tile]
                     out[tile].append(x * (1 / _STEP) * factor)
@@ -221,7 +205,7 @@ class K8v4(Scaled):
         self, x: list[Float], here: Place
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
         x, top = scaled(x)
-        pairs = [_planes(x[k : k + 2]) for k in range(0, len(x), 2)]
+        pairs = [planes(x[k : k + 2]) for k in range(0, len(x), 2)]
         is_high, zero = (here.g & 1).equals(1), lane.number(0.0)
         return [is_high.where(high, low) for low, high in pairs], (zero, zero), zero, top
 
@@ -231,10 +215,7 @@ class K8v4(Scaled):
         row = self.s.key_bytes(self.head_dim)
         for pair in key_rows(slot, row, self.s.held, here, lane.half.from_e4m3):
             for tile, operands in enumerate(query.operands):
-                c = [zero] * 4
-                for k in range(0, len(operands), 2):
-                    a = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
-                    c = lane.half.matmul(a, operands[k : k + 2], c)
+                c = multiplied(pair, operands, [zero] * 4, lane.half.matmul)
                 for j in (0, 1):
                     factor = scales[len(out[tile])] * query.factor[tile]
                     out[tile].append((c[2 * j] + c[2 * j + 1]) * factor)
@@ -251,14 +232,8 @@ def channel(number: int, here: Place, head_dim: int) -> Int:
 
 def _scale(x: list[Float]) -> Float:
     """The scale of the query that four lanes share, with the bits of its definition."""
-    top, bad = lane.number(0.0), lane.number(0.0)
-    for v in x:
-        top = lane.maximum(top, lane.maximum(v, -v))
-        # Zero, or NaN for what is not finite.
-        bad = lane.fma(v, 0.0, bad)
-    top = lane.reduce_lanes(top, lane.maximum, (1, 2))
-    bad = lane.reduce_lanes(bad, lambda u, v: u + v, (1, 2))
-    scale = top * struct.unpack("<f", struct.pack("<f", 1 / E4M3_MAX))[0]
+    top, bad = largest(x)
+    scale = top * float32(1 / E4M3_MAX)
     return (scale < _TINY).where(1.0, scale) + bad
 
 
@@ -271,12 +246,5 @@ def _weight_operands(w: list[Float], here: Place) -> tuple[list[Int], Float]:
     inverse = lane.reciprocal(top) * _RANGE
     words = []
     for k in range(0, len(w), 2):
-        words += weight_words(list(_planes([x * inverse for x in w[k : k + 2]])), here)
+        words += weight_words(list(planes([x * inverse for x in w[k : k + 2]])), here)
     return words, top
-
-
-def _planes(x: list[Float]) -> tuple[Int, Int]:
-    """Two numbers as float16, and the remainders, as words: the remainders first."""
-    high = lane.half.pack(x[0], x[1])
-    first, second = lane.half.unpack(high)
-    return lane.half.pack(x[0] - first, x[1] - second), high

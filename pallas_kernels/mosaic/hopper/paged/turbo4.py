@@ -13,8 +13,14 @@ from typing import Any
 
 from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.hopper.paged import integers
-from pallas_kernels.mosaic.hopper.paged.inputs import Place, Program, Query, Settings
-from pallas_kernels.mosaic.hopper.paged.operands import key_rows, value_words
+from pallas_kernels.mosaic.hopper.paged.inputs import (
+    Place,
+    Program,
+    Query,
+    Settings,
+    key_rows,
+    value_words,
+)
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 # Channels of eight that the two halves of a transposed word hold.
@@ -23,17 +29,12 @@ _CHANNELS = ((0, 2), (4, 6), (1, 3), (5, 7))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Turbo4:
-    """The products of a block in shared memory.
-
-    Attributes:
-      table: four words: the lower eight centroids, and the upper ones from the last on.
-      minus: -1, in a register.
-    """
+    """The products of a block in shared memory."""
 
     head_dim: int
     s: Settings
-    table: list[Int]
-    minus: Int
+    table: list[Int]  # four words: the lower eight centroids, and the upper ones from the last on
+    minus: Int  # -1, in a register
 
     @classmethod
     def of(cls, head_dim: int, s: Settings) -> "Turbo4":
@@ -68,29 +69,13 @@ class Turbo4:
         row = self.s.row_bytes(self.head_dim)
         pairs = key_rows(slot, row, self.s.held, here, self.look_up)
         norms = self.norms(slot.at(2 * self.s.block * row), here)
-        out: list[list[Float]] = [[] for _ in query.operands]
-        for pair in pairs:
-            for tile, operands in enumerate(query.operands):
-                low, high = query.start[tile]
-                c = [low, high, low, high]
-                for k in range(0, len(operands), 2):
-                    a = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
-                    c = lane.matmul(a, operands[k : k + 2], c)
-                for j in (0, 1):
-                    x = integers.joined(c[2 * j], c[2 * j + 1], query.offset[tile])
-                    out[tile].append(x * (norms[len(out[tile])] * query.factor[tile]))
-        return out
+        return integers.scores(pairs, norms, query)
 
     def norms(self, pointer: Pointer, here: Place) -> list[Float]:
         """Norms of the lane's tokens, from those of a block."""
         held = self.s.held
         words = pointer.at(here.g * (2 * held)).words(held // 2)
-        selector = (here.odd * 0x2222) ^ 0x3210
-        out = []
-        for word in words:
-            word = lane.permute_bytes(word, 0, selector)
-            out += [lane.half_to_float(word), lane.half_to_float(word >> 16)]
-        return out
+        return integers.norms(words, (here.odd * 0x2222) ^ 0x3210)
 
     def weighted(
         self,
@@ -103,24 +88,11 @@ class Turbo4:
         del lost
         row = self.s.row_bytes(self.head_dim)
         norms = self.norms(slot.at(2 * self.s.block * row + 2 * self.s.block), here)
-        operands, factors, starts, rests = [], [], [], []
+        operands = []
         for p, seen in zip(weights, visible, strict=True):
             w = [v.where(x * n, 0.0) for v, x, n in zip(seen, p, norms, strict=True)]
-            words, start, rest, factor = integers.weight_operands(w, self.s.middle, here)
-            operands.append(words)
-            factors.append(factor)
-            starts.append(start)
-            rests.append(rest)
-        out: list[list[Float]] = [[] for _ in weights]
-        for rows in self._value_rows(slot.at(self.s.block * row), here):
-            for tile, words in enumerate(operands):
-                c = [*starts[tile], *starts[tile]]
-                for k in range(0, len(words), 2):
-                    c = lane.matmul(rows[2 * k : 2 * k + 4], words[k : k + 2], c)
-                for j in (0, 1):
-                    x = integers.joined(c[2 * j], c[2 * j + 1], rests[tile])
-                    out[tile].append(x * factors[tile])
-        return out
+            operands.append(integers.weight_operands(w, self.s.middle, here))
+        return integers.weighted(self._value_rows(slot.at(self.s.block * row), here), operands)
 
     def _value_rows(self, values: Pointer, here: Place) -> Any:
         row, held = self.s.row_bytes(self.head_dim), self.s.held

@@ -41,20 +41,16 @@ Loaded = tuple[list[Int], list[Int]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Codes:
-    """How a warp reads one side of a block.
-
-    Attributes:
-      channels: of a stored vector. What is read past it belongs to other vectors, and is not used.
-      table: the centroids, four in a word, of 4 bits the upper ones from the last on; in registers,
-        as the compiler copies a constant before every permute.
-      minus: -1, in a register.
-    """
+    """How a warp reads one side of a block."""
 
     bits: int
     head_dim: int
+    # Of a stored vector. What is read past it belongs to other vectors, and is not used.
     channels: int
+    # The centroids, four in a word, of 4 bits the upper ones from the last on; in registers, as the
+    # compiler copies a constant before every permute.
     table: list[Int]
-    minus: Int | None = None
+    minus: Int | None = None  # -1, in a register
 
     @classmethod
     def of(cls, stored: Stored, head_dim: int, channels: int) -> "Codes":

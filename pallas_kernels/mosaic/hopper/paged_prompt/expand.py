@@ -27,8 +27,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.mosaic import eight_bits, lane, lanes
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
-TILE = 128
-"""Tokens of a program, and of what it writes."""
+TILE = 128  # tokens of a program, and of what it writes
 _THREADS = 128
 _QUARTERS, _TOGETHER = 4, 8
 # 2**15, of which the second byte counts ones.
@@ -37,22 +36,16 @@ _BYTE_FLOAT, BYTE_OFFSET = 0x47000000, 32768.0
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """How a side of the pages is stored.
+    """How a side of the pages is stored."""
 
-    Attributes:
-      centroids: of codes of 4, 3 or 2 bits, 16, 8 or 4 integers up to 127; empty for 8 bits.
-      middle: subtracted from the centroids.
-      unit: factor of the centroids then, beside their token's norm; it includes the rotation's
-        factor, one over the root of the channels.
-      is_e5m2: which of the two 8-bit floats.
-      is_int8: whether 8 bits are int8, with a scale for each token.
-    """
-
+    # Of codes of 4, 3 or 2 bits, 16, 8 or 4 integers up to 127; empty for 8 bits.
     centroids: tuple[int, ...] = ()
-    middle: float = 0.0
+    middle: float = 0.0  # subtracted from the centroids
+    # Factor of the centroids then, beside their token's norm; it includes the rotation's factor,
+    # one over the root of the channels.
     unit: float = 1.0
-    is_e5m2: bool = False
-    is_int8: bool = False
+    is_e5m2: bool = False  # which of the two 8-bit floats
+    is_int8: bool = False  # whether 8 bits are int8, with a scale for each token
 
     @property
     def has_norm(self) -> bool:

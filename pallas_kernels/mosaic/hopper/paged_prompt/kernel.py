@@ -1,17 +1,10 @@
 """Attention of many queries to pages of 16-bit keys and values, or of e4m3, for Hopper.
 
-Roofline, for one sequence, 32 query heads, 8 KV heads, head dim 128, H200:
-  - a prompt of 8,192 tokens: 2 * 32 * 8192**2 * 128 = 0.55 T operations, at the 989 T/s of the
-    16-bit matrix units 0.56 ms; a copy takes 60 us for queries, output, keys and values.
-  - a chunk of 1,024 tokens after 31,744 others: 4 * 32 * 1024 * 32256 * 128 = 0.54 T operations;
-    keys and values are 134 MB, 31 us at 4.3 TB/s, if all tiles of queries read them from the cache
-    at about the same time.
-  - in e4m3 half the time for operations. Values must have the tokens of a channel side by side,
-    which pages have not: `turn` makes such tiles of them before, once a call, in 4 % of the time of
-    1,024 queries. (Converted to 16 bits they could be multiplied as they are: 0.75 of the time in
-    16 bits, not 0.5.)
-Arithmetic is the floor. Target: 0.9 of cuDNN's dense causal attention on bfloat16, 585 T/s, in e4m3
-1.2, 780 T/s.
+Roofline, for 32 query heads on 8 of 128 channels, H200: a prompt of 8,192 tokens is 0.55 T
+operations, 0.56 ms in 16 bits, and 60 us of bytes; a chunk of 1,024 tokens after 31,744 others the
+same, and 31 us; in e4m3 half the time for operations, but `turn` must put values' tokens side by
+side before. Arithmetic is the floor. Target: 0.9 of cuDNN's dense causal attention on bfloat16, in
+e4m3 1.2. Seen for 8k: 1.05 (650 T/s), e4m3 1.39, turbo4 1.02.
 
 A program takes tiles of 128 query rows of one KV head in turn: up to eight heads of its group, as
 many as a power of two divides it by, with 16 to 128 tokens side by side, so that a tile of keys is
@@ -21,59 +14,15 @@ by side then, whatever their number. One warpgroup copies: it reads the
 block table and puts pages together to tiles of 128 tokens (64 of 256 channels); two attend with 64
 rows each and take turns at the matrix units, as in `pooled.forward`.
 
-Versions, whole calls, pages of 64 tokens in random order, H200, jax 0.11.2, us and T/s of what is
-visible; cuDNN on dense bfloat16 in the same run, causal for 8k, else with nothing hidden:
-                              8k of 8k          1k of 32k         256 of 32k
-  cuDNN, bf16                900, 611          791, 695          378, 364
-  v1    bf16                 857, 642          832, 650          408, 336
-        fp8                  626, 879          603, 897          327, 419
-        turbo4               881, 624          898, 603          466, 294
-  cuDNN, bf16                891, 617          795, 692          374, 367
-  v2    the next tile's queries in memory, and a warpgroup half a step behind the other from tile to
-        tile: who copies goes on while a tile ends
-        bf16                 846, 650          816, 663          403, 340
-        fp8                  642, 856          609, 889          327, 419
-        turbo4               870, 632          884, 612          466, 294
-Before it `expand` takes 18 us of 8k and 63 of 32k tokens, `turn` 7 and 18. With 240 and 24
-registers 843 and 816, in fp8 637 and 608; fp8 with 3 stages 636 and 612: within a percent.
-
-64 and 256 queries are 16 and 64 tiles for 132 multiprocessors, so up to 1,024 rows (256 queries of
-four heads each) a program takes a part of the keys. bf16 but where said; Triton has parts of 1,024:
-                              64 of 32k   256 of 32k   4 x 64 of 8k   16 of 32k   64 of 1k
-  cuDNN, bf16                    376         379          102
-  Triton                         246         861          260            157         62
-  v2    without parts            404         411
-  v3    parts of 2,048, those of a tile one after the other: the programs that run at the same time
-        read all keys, and for every tile again
-                                  84         298
-  v4    tiles of a part one after the other, no program for parts past the longest sequence
-                                  74         258
-  v5    rows of a group's heads side by side
-                                  75         258           75             48         25
-        parts of 1,024            87         296           86             56         25
-        parts of 4,096            68         236
-        fp8: v3, v5           82, 84    233, 231
-        fp8, Triton              245         867          261            102         72
-        turbo4                   145         318          142            117         41
-        turbo4, Triton           432                      451            129        103
-16 queries of 32k tokens with 28 heads on 4: v4 128, v5 40, Triton 73. Parts of 4,096 are better
-where sequences are long, but 64 of 4k would be 16 programs, and 32 of 32k 64. 512 of 32k take 420
-without parts, 493 and 457 in parts of 2,048 and 4,096; 8 x 64 of 8k 123 without and 142 with: what
-is written and read of parts. Results of parts stored from registers, without shared memory: the
-same; `join` with the loads of four parts at once 21 us, one after the other 19.
-16 queries are 64 rows, which `paged.kernel` takes, so that single tokens and several have the same
-bits; it and this one, of 1k, 4k, 8k, 32k: bf16 25 and 25, 44 and 37, 45 and 38, 127 and 48 (parts
-of 1,024: 27 of 8k, 56 of 32k), fp8 24 and 27, 39 and 39, 40 and 41, 103 and 60, turbo4 of 4k 38 and
-51, of 32k 99 and 117. Triton: bf16 26, 32, 52, 157, fp8 43, 44, 45, 100, turbo4 of 4k 51, 32k 129.
-Rows: `benchmarks/results/bytes_versions_2026-11-24.json`, `bytes_tuning_2026-11-25.json`.
-
 Tiles of keys are at fixed positions, they are added up in order, and hidden ones change nothing: a
 query's bits depend on its own position and on what the sequence holds alone.
+
+Roofline in full and versions: `docs/kernels/paged.md`.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,8 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layouts import LOG2_E, Ref
 from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
-from pallas_kernels.mosaic.hopper.paged_prompt.memory import Memory, memory, pieces
-from pallas_kernels.mosaic.hopper.paged_prompt.products import Eight, Sixteen, along
+from pallas_kernels.mosaic.hopper.paged_prompt.products import Eight, Sixteen
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
     Inputs,
     Settings,
@@ -94,10 +42,71 @@ from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
     count,
     count_parts,
     parts_seen,
+    pieces,
     query_slots,
+    tile_tokens,
     together,
 )
 from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, WARPGROUPS
+
+# Bytes of a row of the output that are stored at once.
+_WIDTH = 128
+
+
+class Memory(NamedTuple):
+    """Shared memory, and the barriers of its slots."""
+
+    q: Ref
+    k: Ref
+    v: Ref
+    lost: Ref
+    out: Ref
+    lse: Ref
+    q_ready: Ref
+    k_ready: Ref
+    v_ready: Ref
+    v_here: Ref
+    q_free: Ref
+    k_free: Ref
+    v_free: Ref
+    turn: Ref
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next tile's operands are copied, and used, while this one ends."""
+        return self.q.shape[0] > WARPGROUPS
+
+    def turns(self) -> None:
+        """Lets the other warpgroup go on, and waits until that does the same."""
+        plgpu.barrier_arrive(self.turn)
+        plgpu.barrier_wait(self.turn)
+
+
+def memory(x: Inputs, out: Ref, s: Settings) -> Memory:
+    head_dim = x.q.shape[3]
+    tile = tile_tokens(head_dim)
+    copies = pieces(x.k.shape[2], tile)
+    heads = together(x.q.shape[2] // x.k.shape[1])
+    rows, queries = (WARPGROUPS, ROWS), query_slots(head_dim) * WARPGROUPS
+    width = _WIDTH // jnp.dtype(out.dtype).itemsize
+    free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)
+    return Memory(
+        q=ring.tile((queries, ROWS, head_dim), x.q.dtype),
+        k=ring.tile((s.stages, tile, head_dim), x.k.dtype),
+        v=ring.tile((s.stages, *(x.v.shape[2:] if x.is_turned else (tile, head_dim))), x.v.dtype),
+        lost=lost.memory(s.stages),
+        out=ring.tile((*rows, width), out.dtype),
+        lse=plgpu.SMEM(rows, jnp.float32),
+        q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=queries),
+        k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
+        # The warpgroup that checks values arrives too, or instead of all.
+        v_ready=plgpu.Barrier(num_arrivals=1 if x.is_turned else copies + 1, num_barriers=s.stages),
+        v_here=plgpu.Barrier(num_arrivals=copies),
+        q_free=plgpu.Barrier(num_barriers=queries),
+        k_free=free,
+        v_free=free,
+        turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
+    )
 
 
 def with_sink(
@@ -108,7 +117,7 @@ def with_sink(
     `m` are maxima, ``-inf`` where nothing is seen; `o` and `l` are not normalized, and to be
     multiplied by two to the power ``m - shift``. `sinks` are in powers of two, ``[N]``.
     """
-    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+    row = ring.iota(ROW)
     each = work.tokens // WARPGROUPS
     sink = jnp.full_like(l, sinks[work.head])
     for g in range(1, work.together):
@@ -118,17 +127,13 @@ def with_sink(
     new = jnp.where(new == -jnp.inf, 0.0, new)
     weight = jnp.exp2(top - new)
     # What sees nothing may have been multiplied with 0 times NaN.
-    o = jnp.where(along(l == 0, o.shape, 0), 0.0, o) * along(weight, o.shape, 0)
+    o = jnp.where(ring.along(l == 0, o.shape, 0), 0.0, o) * ring.along(weight, o.shape, 0)
     return o, new + shift, l * weight + jnp.exp2(sink - new)
 
 
 __all__ = ["Settings", "attention"]
 
 _MATRIX = plgpu.Layout.WGMMA
-
-
-def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
 
 
 # What copies --------------------------------------------------------------------------------------
@@ -234,7 +239,7 @@ def _weights(
     """
 
     def scaled(x: jax.Array) -> jax.Array:
-        return x * (along(factor, x.shape, 0) if factor.ndim and x.ndim > 1 else factor)
+        return x * (ring.along(factor, x.shape, 0) if factor.ndim and x.ndim > 1 else factor)
 
     if s.soft_cap is not None:
         # Absolute errors are what counts: they are multiplied by the cap.
@@ -246,7 +251,7 @@ def _weights(
     # 0 in rows where nothing was visible yet.
     shift = jnp.where(top == -jnp.inf, 0.0, top)
     alpha = jnp.exp2(m - shift)
-    return jnp.exp2(scaled(x) - along(shift - extra, x.shape, 0)), top, alpha
+    return jnp.exp2(scaled(x) - ring.along(shift - extra, x.shape, 0)), top, alpha
 
 
 def _attend(
@@ -288,10 +293,10 @@ def _attend(
         seen = None
         if is_edge:
             last, first = seen_of(j)
-            key = along(plgpu.broadcasted_iota(jnp.int32, (tile,), 0, layout=COLUMN), shape, 1)
-            seen = key <= along(last, shape, 0)
+            key = ring.along(ring.iota(COLUMN, tile), shape, 1)
+            seen = key <= ring.along(last, shape, 0)
             if first is not None:
-                seen = seen & (key >= along(first, shape, 0))
+                seen = seen & (key >= ring.along(first, shape, 0))
         p, m, alpha = _weights(found, m, seen, factor, products.shift, s)
         l = l * alpha + jnp.sum(p, axis=1)
         o, p = products.prepare(o, p, alpha)
@@ -307,8 +312,8 @@ def _attend(
         plgpu.barrier_arrive(y.v_free.at[slot])
         return o, m, l, following
 
-    o = _full(0.0, (ROWS, head_dim), _MATRIX)
-    carry = (o, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), slot)
+    o = ring.full(0.0, (ROWS, head_dim), _MATRIX)
+    carry = (o, ring.full(-jnp.inf, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW), slot)
     wait_for_key(work.tiles.begin, slot)
     _keep_apart(me == 1, y, is_always=False)
     if y.is_ahead:
@@ -355,7 +360,7 @@ def _store(
     broken = jnp.where(work.is_broken, jnp.nan, 0.0)
     share = jnp.where(nothing, 0.0, x.factors[1] / l) + broken
     lse = jnp.where(nothing, -jnp.inf, (m - shift) * (1 / LOG2_E) + jnp.log(l)) + broken
-    o = jnp.where(along(nothing, o.shape, 0), 0.0, o) * along(share, o.shape, 0)
+    o = jnp.where(ring.along(nothing, o.shape, 0), 0.0, o) * ring.along(share, o.shape, 0)
     each = work.tokens // WARPGROUPS
     tokens = pl.ds(work.first + me * each, each)
     width, is_part = y.out.shape[-1], len(out_ref.shape) == 5

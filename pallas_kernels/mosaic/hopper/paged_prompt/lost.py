@@ -22,8 +22,7 @@ from pallas_kernels.mosaic import lane, ring
 from pallas_kernels.mosaic.lane import Int, Pointer
 from pallas_kernels.mosaic.ring import SCALAR
 
-BITS = 32
-"""Tokens of a word."""
+BITS = 32  # tokens of a word
 _THREADS = 128
 # Bytes that a thread looks at together, and of eight rows of 64 channels, which lie together.
 _CHUNK, _BLOCK = 16, 1024

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -29,28 +28,16 @@ accumulator: Any = vars(plgpu)["ACC"]
 _INFINITY_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 _TINY = 2.0**-126
 
-Then = Callable[[], None]
-"""Called while a product is in flight."""
-
-
-def along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Numbers repeated over the other axis of a matrix."""
-    return lax.broadcast_in_dim(x, shape, (axis,))
+Then = Callable[[], None]  # called while a product is in flight
 
 
 @dataclasses.dataclass(frozen=True)
 class Sixteen:
-    """Products of bfloat16 or float16, with all operands in shared memory.
+    """Products of bfloat16 or float16, with all operands in shared memory."""
 
-    Attributes:
-      q: a warpgroup's queries ``[64, H]``.
-      k: tiles of keys ``[stages, t, H]``.
-      v: tiles of values, the same.
-    """
-
-    q: Ref
-    k: Ref
-    v: Ref
+    q: Ref  # a warpgroup's queries ``[64, H]``
+    k: Ref  # tiles of keys ``[stages, t, H]``
+    v: Ref  # tiles of values, the same
     shift = 0.0
     query_factor = None
 
@@ -66,7 +53,7 @@ class Sixteen:
 
     def prepare(self, o: jax.Array, p: jax.Array, alpha: jax.Array) -> tuple[jax.Array, ...]:
         """The sums before, rescaled, and weights as `add` takes them."""
-        return o * along(alpha, o.shape, 0), p.astype(self.v.dtype)
+        return o * ring.along(alpha, o.shape, 0), p.astype(self.v.dtype)
 
     def add(
         self, o: jax.Array, p: jax.Array, alpha: jax.Array, slot: jax.Array, then: Then
@@ -87,18 +74,12 @@ class Eight:
 
     The matrix unit sums such products coarsely, so its sum over a tile of values is added to the
     rest in float32.
-
-    Attributes:
-      q: a warpgroup's queries, e4m3 ``[64, H]``, in registers.
-      query_factor: the value of a row's 1, float32 ``[64]``.
-      k: tiles of keys ``[stages, t, H]`` in shared memory.
-      v: tiles of values ``[stages, H, t]``, tokens permuted as in `turn`.
     """
 
-    q: jax.Array
-    query_factor: jax.Array
-    k: Ref
-    v: Ref
+    q: jax.Array  # a warpgroup's queries, e4m3 ``[64, H]``, in registers
+    query_factor: jax.Array  # the value of a row's 1, float32 ``[64]``
+    k: Ref  # tiles of keys ``[stages, t, H]`` in shared memory
+    v: Ref  # tiles of values ``[stages, H, t]``, tokens permuted as in `turn`
     # Weights are up to 448, which is divided out with their sum.
     shift = math.log2(E4M3_MAX)
 
@@ -128,7 +109,7 @@ class Eight:
     ) -> jax.Array:
         """`o`, rescaled, plus the weighted values of a tile."""
         product = self._product(p, self.v.at[slot], then)
-        return o * along(alpha, o.shape, 0) + product
+        return o * ring.along(alpha, o.shape, 0) + product
 
     def _product(self, a: jax.Array, b: Ref, then: Then) -> jax.Array:
         swizzle = ring.swizzle_of(b.shape[-1], b.dtype)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.ring import ROW, ROWS, WARPGROUPS
 
 # Heads of a group that share a tile: each has at least eight tokens of a warpgroup's.
@@ -22,31 +22,24 @@ _PART = 128
 class Settings:
     """A call's static settings.
 
-    Attributes:
-      window: how many earlier tokens a query sees, or None.
-      stages: tiles of keys and values in shared memory.
-      part: tokens of the parts that programs take, a multiple of a tile's, to be joined; or None:
-        then a program takes all that its rows see.
-      group: how many rows of the kernel's queries are one token's, with all heads of a group side
-        by side as those of one head; 1 where heads are apart.
-      registers: of a thread that attends and of one that copies.
-      programs: how many run side by side, one to a multiprocessor.
-      out_dtype: of the output, ``"float32"``, only with parts; None for the queries'.
-      has_sinks: whether there are sinks, only without parts.
-
     Raises:
       ValueError: if there are sinks with parts, or an output's dtype without.
     """
 
-    window: int | None
+    window: int | None  # how many earlier tokens a query sees, or None
     soft_cap: float | None
-    stages: int
+    stages: int  # tiles of keys and values in shared memory
+    # Tokens of the parts that programs take, a multiple of a tile's, to be joined; or None: then a
+    # program takes all that its rows see.
     part: int | None = None
+    # How many rows of the kernel's queries are one token's, with all heads of a group side by side
+    # as those of one head; 1 where heads are apart.
     group: int = 1
-    registers: tuple[int, int] = (232, 40)
-    programs: int = 132
+    registers: tuple[int, int] = (232, 40)  # of a thread that attends and of one that copies
+    programs: int = 132  # how many run side by side, one to a multiprocessor
+    # Of the output, ``"float32"``, only with parts; None for the queries'.
     out_dtype: str | None = None
-    has_sinks: bool = False
+    has_sinks: bool = False  # whether there are sinks, only without parts
 
     def __post_init__(self) -> None:
         if self.part is None and self.out_dtype is not None:
@@ -180,9 +173,14 @@ class Work:
 
     def token_of(self, me: jax.Array) -> jax.Array:
         each = self.tokens // WARPGROUPS
-        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+        row = ring.iota(ROW)
         row = (row & (each - 1)) + (self.first + me * each)
         return row if self.group == 1 else lax.div(row, jnp.full_like(row, self.group))
+
+
+def pieces(page_size: int, tile: int) -> int:
+    """Copies that make up a tile."""
+    return max(1, tile // page_size)
 
 
 def count_parts(tables: jax.Array, k: jax.Array, s: Settings) -> int:

@@ -1,25 +1,13 @@
 """Pooled attention's forward pass for Hopper (multi-scale KV pooling, Li 2025, Algorithm 1).
 
-Roofline, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156 (of the blocks
-5 % at level 1, 10 % at 2, 10 % at 4, 25 % at 8):
-  - operations: 0.156 * 4 * 16 * 16384**2 * 128 = 0.34 T; at the 989 T/s of an H100's 16-bit matrix
-    units 0.35 ms.
-  - bytes: queries, keys (1.9 times, with the pooled ones), values, output: 0.4 GB: 0.13 ms.
-Arithmetic is the floor. Target: 580 T/s, 0.6 ms: what a dense kernel of this kind reaches.
+Roofline, for one sequence of 16,384 tokens, 16 heads of 128, density 0.156: 0.34 T operations, 0.35
+ms at the 989 T/s of an H100's 16-bit matrix units; 0.4 GB, 0.13 ms. Target: 0.6 ms, as a dense
+kernel of this kind reaches. Seen: 0.598 ms, with all blocks at level 1 3.35 (cuDNN 3.15).
 
 A program takes tiles of 128 queries of one head in turn. One warpgroup gathers blocks of one level
 into tiles of 128 pooled keys, two attend with 64 queries each and take turns at the matrix units.
 
-Versions, same case, H100, jax 0.11.2, milliseconds of the kernel, at densities 1 (cuDNN 3.15),
-0.16 and 0.058:
-  v1  edges of each level in tiles of their own, whose
-      columns the warpgroups that attend compute               3.30    0.630    0.302
-  v2  one sequence of edges, levels mixed in a tile; the
-      copying warpgroup writes what stands in the columns      3.35    0.598    0.270
-      causal (cuDNN 1.70), densities 1, 0.19 and 0.086         1.77    0.419    0.261
-A first version that kept the warpgroups half a step apart across tiles deadlocked: the copying one
-waits for both before the next tile. `benchmarks/results/pooled_versions_2026-11-21.json` has these
-runs.
+Roofline in full and versions: `docs/kernels/pooled.md`.
 """
 
 import functools
@@ -103,28 +91,28 @@ def _attend(
         if edge is None:
             bias = tiles.bias_of(w, t)
             top = jnp.maximum(m, jnp.max(x, axis=1) * s.factor + bias)
-            return jnp.exp2(x * s.factor - tiles.along(top - bias, shape, 0)), top, top
+            return jnp.exp2(x * s.factor - ring.along(top - bias, shape, 0)), top, top
         bias, *others = edge
-        x = tiles.hide(x * s.factor + tiles.along(bias, shape, 1), *rows, others, s)
+        x = tiles.hide(x * s.factor + ring.along(bias, shape, 1), *rows, others, s)
         top = jnp.maximum(m, jnp.max(x, axis=1))
         shift = jnp.where(top == -jnp.inf, 0.0, top)
-        return jnp.exp2(x - tiles.along(shift, shape, 0)), top, shift
+        return jnp.exp2(x - ring.along(shift, shape, 0)), top, shift
 
     def step(t: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
         o, m, l, slot = carry
         following = ring.next_slot(slot, s.stages)
 
         def scores(out: Ref) -> jax.Array:
-            plgpu.wgmma(out, q, tiles.transposed(k.at[slot]))
+            plgpu.wgmma(out, q, ring.transposed(k.at[slot]))
             turns()
             return out[...]
 
         x = pl.run_scoped(scores, tiles.accumulator(shape, jnp.float32))
-        edge = [tiles.load(ref.at[slot], COLUMN) for ref in columns] if is_edge else None
+        edge = [ring.load(ref.at[slot], COLUMN) for ref in columns] if is_edge else None
         plgpu.barrier_arrive(k_free.at[slot])
         p, m_new, shift = weights(t, x, m, edge)
         alpha = jnp.exp2(m - shift)
-        o = o * tiles.along(alpha, o.shape, 0)
+        o = o * ring.along(alpha, o.shape, 0)
         l = l * alpha + jnp.sum(p, axis=1)
         p16 = p.astype(q.dtype)
         o, l, m_new, p16 = lax.optimization_barrier((o, l, m_new, p16))
@@ -140,8 +128,8 @@ def _attend(
         plgpu.barrier_arrive(v_free.at[slot])
         return o, m_new, l, following
 
-    o = tiles.full(0.0, (ROWS, head_dim), plgpu.Layout.WGMMA)
-    carry = (o, tiles.full(-jnp.inf, (ROWS,), ROW), tiles.full(0.0, (ROWS,), ROW), slot)
+    o = ring.full(0.0, (ROWS, head_dim), plgpu.Layout.WGMMA)
+    carry = (o, ring.full(-jnp.inf, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW), slot)
     wait_for_key(jnp.int32(0), slot)
     # The second warpgroup is half a step behind. Only within a tile: the producer waits for both
     # before it goes on to the next one.
@@ -161,7 +149,7 @@ def _finish(
     nothing = ~is_there | (l == 0)
     share = jnp.where(nothing, 0.0, 1 / l)
     lse = jnp.where(nothing, -jnp.inf, m * (1 / LOG2_E) + jnp.log(l))
-    o = jnp.where(tiles.along(nothing, o.shape, 0), 0.0, o * tiles.along(share, o.shape, 0))
+    o = jnp.where(ring.along(nothing, o.shape, 0), 0.0, o * ring.along(share, o.shape, 0))
     return o, lse
 
 
@@ -206,7 +194,7 @@ def _kernel(*refs: Ref, s: Settings) -> None:
                 s,
             )
             plgpu.barrier_arrive(q_free.at[me])
-            is_there = tiles.iota(ROWS, ROW) + first < query_lengths[work.b]
+            is_there = ring.iota(ROW) + first < query_lengths[work.b]
             o, residual = _finish(o, m, l, is_there, w.invalid)
             rows = pl.ds(first, ROWS)
             target = out_ref.at[work.b, rows, work.head]
@@ -234,11 +222,8 @@ def _kernel(*refs: Ref, s: Settings) -> None:
                     source = marks.queries.at[work.b, rows]
                     plgpu.copy_gmem_to_smem(source, x.at[i], q_ready.at[i])
 
-            at = (work.b, work.h)
-            sources = (
-                (tiles.Source(ks, at, k, k_ready), k_free),
-                (tiles.Source(vs, at, v, v_ready), v_free),
-            )
+            given = ((ks, k, k_ready, k_free), (vs, v, v_ready, v_free))
+            sources = [tiles.Source((work.b, work.h), *x) for x in given]
             length = key_lengths[work.b]
             return tiles.produce(w, slot, blocks, sources, columns, length, s, marks.keys)
 

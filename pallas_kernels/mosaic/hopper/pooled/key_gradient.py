@@ -1,25 +1,16 @@
 """Gradients of keys and values of pooled attention for Hopper (Li 2025, Algorithm 2).
 
-Roofline, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156, all levels:
-  - operations: 0.156 * 8 * 16 * 16384**2 * 128 = 0.69 T; at 989 T/s 0.69 ms. A tile of 128 pooled
-    keys covers several blocks, and queries that attend to some of them are multiplied with the 64
-    keys of a warpgroup: up to 1.0 T where blocks have their levels at random.
-  - bytes: queries and gradients of outputs for each tile that they attend to, from the L2 cache:
-    0.1 to 2 GB; two float32 results: 0.5 GB: 0.16 ms.
-Target: 450 T/s, products that are masked afterwards included.
+Roofline, for one sequence of 16,384 tokens, 16 heads of 128, density 0.156: 0.69 T operations, 0.69
+ms at 989 T/s, up to 1.0 T where blocks have their levels at random; float32 results 0.16 ms.
+Target: 450 T/s, products that are masked afterwards included. Seen on an H100: 1.90 ms; 644 T/s
+where all blocks have level 1. Queries that attend to few of a tile's blocks bound it.
 
 A program takes tiles of 128 pooled keys in turn. One warpgroup copies 64 queries at a time, with
 the gradients of their outputs; two have 64 keys each as rows, so that weights and score gradients
 are the left operands of the products that follow, in registers. A warpgroup none of whose blocks
 has this level for these queries skips them.
 
-Versions, same case, H100, jax 0.11.2, milliseconds at densities 1, 0.16 and 0.058; causal at 0.19
-and 0.086, where all queries attend to the first block:
-  v1  a launch for each level                         7.17    2.06    0.991     1.99    1.28
-  v2  one launch, the coarsest level first            7.39    1.90    0.983     1.74    1.20
-  v3  the first tile of level 1 shared by 8 programs  7.59      -       -       1.51    0.88
-644 T/s where all blocks have level 1; elsewhere what limits it are queries that attend to few of a
-tile's blocks. `benchmarks/results/pooled_versions_2026-11-21.json` has these runs.
+Roofline in full and versions: `docs/kernels/pooled.md`.
 """
 
 import dataclasses
@@ -126,18 +117,14 @@ class _Work:
 class _Rows(NamedTuple):
     """A warpgroup's pooled keys."""
 
-    bias: jax.Array
-    """float32 ``[64]``, log2 of the tokens, ``-inf`` where there are none."""
-    last: jax.Array
-    """int32 ``[64]``, the last token."""
-    bit: jax.Array
-    """int32 ``[64]``, the number of the block within the tile."""
-    mine: jax.Array
-    """int32, the bits of the blocks."""
+    bias: jax.Array  # float32 ``[64]``, log2 of the tokens, ``-inf`` where there are none
+    last: jax.Array  # int32 ``[64]``, the last token
+    bit: jax.Array  # int32 ``[64]``, the number of the block within the tile
+    mine: jax.Array  # int32, the bits of the blocks
 
 
 def _rows(work: _Work, me: jax.Array, key_length: jax.Array) -> _Rows:
-    within = tiles.iota(ROWS, ROW) + me * ROWS
+    within = ring.iota(ROW) + me * ROWS
 
     def fill(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, within.shape)
@@ -178,21 +165,21 @@ def _step(
     k, values = keys
     q, d_o, lse, delta = queries
     shape = (ROWS, _QUERIES)
-    pairs = (k, tiles.transposed(q)), (values, tiles.transposed(d_o))
+    pairs = (k, ring.transposed(q)), (values, ring.transposed(d_o))
     x, d_p = tiles.product(*pairs, columns=_QUERIES)
     bias = jnp.where(_is_among(entry, rows), rows.bias, -jnp.inf)
-    lse = tiles.load(lse, COLUMN)
-    x = x * s.factor + (tiles.along(bias, shape, 0) - tiles.along(lse, shape, 1))
+    lse = ring.load(lse, COLUMN)
+    x = x * s.factor + (ring.along(bias, shape, 0) - ring.along(lse, shape, 1))
     if is_masked and s.is_causal:
-        at = tiles.iota(_QUERIES, COLUMN) + position
-        x = jnp.where(tiles.along(rows.last, shape, 0) <= tiles.along(at, shape, 1), x, -jnp.inf)
+        at = ring.iota(COLUMN, _QUERIES) + position
+        x = jnp.where(ring.along(rows.last, shape, 0) <= ring.along(at, shape, 1), x, -jnp.inf)
     if is_masked and segments:
-        mine, other = (tiles.load(*x) for x in zip(segments, (ROW, COLUMN), strict=True))
-        seen = tiles.along(mine, shape, 0) == tiles.along(other, shape, 1)
+        mine, other = (ring.load(*x) for x in zip(segments, (ROW, COLUMN), strict=True))
+        seen = ring.along(mine, shape, 0) == ring.along(other, shape, 1)
         x = jnp.where(seen, x, -jnp.inf)
     p = jnp.exp2(x)
     d_v = tiles.add_product(d_v, p.astype(q.dtype), d_o)
-    d_s = p * (d_p - tiles.along(tiles.load(delta, COLUMN), shape, 1))
+    d_s = p * (d_p - ring.along(ring.load(delta, COLUMN), shape, 1))
     return tiles.add_product(d_k, d_s.astype(q.dtype), q), d_v
 
 
@@ -261,13 +248,13 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
                 one = functools.partial(step, at=at, is_masked=False)
                 return lax.fori_loop(first * plan.steps, last * plan.steps, one, carry)
 
-            zeros = tiles.full(0.0, (ROWS, head_dim), plgpu.Layout.WGMMA)
+            zeros = ring.full(0.0, (ROWS, head_dim), plgpu.Layout.WGMMA)
             carry = (zeros, zeros, jnp.int32(0), slot)
             carry = lax.fori_loop(jnp.int32(0), jnp.int32(work.group), head, carry)
             d_k, d_v, seen, slot = carry
             plgpu.barrier_arrive(key_free.at[me])
             # A block to which nothing attends gets nothing, even if it holds NaN.
-            is_seen = tiles.along(_is_among(seen, rows), zeros.shape, 0)
+            is_seen = ring.along(_is_among(seen, rows), zeros.shape, 0)
             d_k, d_v = (jnp.where(is_seen, x, 0.0) for x in (d_k, d_v))
             span = pl.ds(work.result * TILE + me * ROWS, ROWS)
             for ref, x in zip(outputs, (d_k * s.scale, d_v), strict=True):

@@ -23,36 +23,23 @@ from pallas_kernels.mosaic import lane, lanes
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 NAME = "turbojax_pool_hopper"
-CHANNELS = 8
-"""Channels of a lane."""
+CHANNELS = 8  # channels of a lane
 
 _GROUP = LEVELS[-1]
 _LANES, _WIDTH = 32, 2
 _ROW_WORDS = CHANNELS * _WIDTH // 4
 
-Pooled = tuple[jax.Array, jax.Array, jax.Array]
-"""Means of 2, 4 and 8 tokens."""
+Pooled = tuple[jax.Array, jax.Array, jax.Array]  # means of 2, 4 and 8 tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
-
-    Attributes:
-      batch: `B`.
-      size: tokens of the arrays, `S`.
-      heads: `K`.
-      head_dim: `H`, a multiple of 8.
-      groups: of eight tokens, `P / 8`.
-      dtype: ``"bfloat16"`` or ``"float16"``.
-    """
-
-    batch: int
-    size: int
-    heads: int
-    head_dim: int
-    groups: int
-    dtype: str
+    batch: int  # `B`
+    size: int  # tokens of the arrays, `S`
+    heads: int  # `K`
+    head_dim: int  # `H`, a multiple of 8
+    groups: int  # of eight tokens, `P / 8`
+    dtype: str  # ``"bfloat16"`` or ``"float16"``
 
     @property
     def items(self) -> int:

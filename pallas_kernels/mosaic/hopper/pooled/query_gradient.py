@@ -1,17 +1,12 @@
 """Gradient of the queries of pooled attention for Hopper (Li 2025, Algorithm 2).
 
-Roofline, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156:
-  - operations: 0.156 * 6 * 16 * 16384**2 * 128 = 0.51 T; at 989 T/s 0.52 ms.
-  - bytes: queries, gradients of outputs, keys and values (1.9 times), the result: 0.5 GB: 0.16 ms.
-Target: 500 T/s, 1.0 ms.
+Roofline, for one sequence of 16,384 tokens, 16 heads of 128, density 0.156: 0.51 T operations, 0.52
+ms at 989 T/s; 0.5 GB, 0.16 ms. Target: 500 T/s, 1.0 ms. Seen on an H100: 0.793 ms, 650 T/s.
 
 The walk is that of `pooled_forward`; of a tile of 128 pooled keys a warpgroup takes 64 at a time,
 because scores, their gradients and the sum share its registers.
 
-Versions, same case, H100, jax 0.11.2, milliseconds of the kernel at densities 1, 0.16 and 0.058:
-  v1  walk and edges of v1 of `pooled_forward`                 4.36    0.802    0.376
-  v2  those of its v2                                          4.46    0.793    0.356
-That is 740 and 650 T/s.
+Roofline in full and versions: `docs/kernels/pooled.md`.
 """
 
 import functools
@@ -64,16 +59,16 @@ def _gradient(
 
     def half(total: jax.Array, t: jax.Array, slot: jax.Array, begin: int, is_edge: bool) -> Any:
         kh, vh = (x.at[slot, pl.ds(begin, _COLUMNS)] for x in (k, v))
-        pairs = (q, tiles.transposed(kh)), (d_o, tiles.transposed(vh))
+        pairs = (q, ring.transposed(kh)), (d_o, ring.transposed(vh))
         x, d_p = tiles.product(*pairs, columns=_COLUMNS)
         if is_edge:
             span = pl.ds(begin, _COLUMNS)
-            bias, *others = (tiles.load(ref.at[slot, span], COLUMN) for ref in columns)
-            x = x * s.factor + (tiles.along(bias, shape, 1) - tiles.along(lse, shape, 0))
+            bias, *others = (ring.load(ref.at[slot, span], COLUMN) for ref in columns)
+            x = x * s.factor + (ring.along(bias, shape, 1) - ring.along(lse, shape, 0))
             x = tiles.hide(x, *place, others, s)
         else:
-            x = x * s.factor - tiles.along(lse - tiles.bias_of(w, t), shape, 0)
-        d_s = jnp.exp2(x) * (d_p - tiles.along(delta, shape, 0))
+            x = x * s.factor - ring.along(lse - tiles.bias_of(w, t), shape, 0)
+        d_s = jnp.exp2(x) * (d_p - ring.along(delta, shape, 0))
         return tiles.add_product(total, d_s.astype(q.dtype), kh)
 
     def step(t: jax.Array, carry: tuple[jax.Array, jax.Array], is_edge: bool) -> Any:
@@ -86,7 +81,7 @@ def _gradient(
         plgpu.barrier_arrive(v_free.at[slot])
         return total, ring.next_slot(slot, s.stages)
 
-    carry = (tiles.full(0.0, (ROWS, q.shape[-1]), plgpu.Layout.WGMMA), slot)
+    carry = (ring.full(0.0, (ROWS, q.shape[-1]), plgpu.Layout.WGMMA), slot)
     plain, edge = (functools.partial(step, is_edge=x) for x in (False, True))
     carry = lax.fori_loop(jnp.int32(0), w.num_whole, plain, carry)
     return lax.fori_loop(w.num_whole, w.total, edge, carry)
@@ -118,7 +113,7 @@ def _kernel(*refs: Ref, s: Settings) -> None:
             w = tiles.walk(blocks, counts, (work.b, work.head, work.i), s)
             first = work.first + me * ROWS
             plgpu.barrier_wait(q_ready.at[me])
-            rows = [tiles.load(x.at[me], ROW) for x in (lse, delta)]
+            rows = [ring.load(x.at[me], ROW) for x in (lse, delta)]
             total, slot = _gradient(
                 w,
                 slot,
@@ -132,7 +127,7 @@ def _kernel(*refs: Ref, s: Settings) -> None:
             plgpu.barrier_arrive(q_free.at[me])
             total = jnp.where(w.invalid != 0, jnp.nan, total * s.scale)
             # A query that sees nothing gets nothing, even from tiles with NaN.
-            blind = tiles.along(rows[0] == jnp.inf, total.shape, 0)
+            blind = ring.along(rows[0] == jnp.inf, total.shape, 0)
             total = jnp.where(blind, 0.0, total)
             target = out_ref.at[work.b, pl.ds(first, ROWS), work.head]
             for begin in range(0, head_dim, _WIDTH):
@@ -159,11 +154,8 @@ def _kernel(*refs: Ref, s: Settings) -> None:
                     source = marks.queries.at[work.b, rows]
                     plgpu.copy_gmem_to_smem(source, target.at[i], q_ready.at[i])
 
-            at = (work.b, work.h)
-            sources = (
-                (tiles.Source(ks, at, k, k_ready), k_free),
-                (tiles.Source(vs, at, v, v_ready), v_free),
-            )
+            given = ((ks, k, k_ready, k_free), (vs, v, v_ready, v_free))
+            sources = [tiles.Source((work.b, work.h), *x) for x in given]
             length = key_lengths[work.b]
             return tiles.produce(w, slot, blocks, sources, columns, length, s, marks.keys)
 

@@ -30,26 +30,14 @@ accumulator: Any = vars(plgpu)["ACC"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A call's static settings.
-
-    Attributes:
-      block_q: query tokens that share a list, a multiple of 128.
-      block_kv: key tokens of a block, 64 or 128.
-      scale: factor of the scores, not negative.
-      is_causal: a query sees the pooled keys whose last token is not after it.
-      stages: tiles in shared memory.
-      programs: how many run side by side, one to a multiprocessor.
-      has_segments: a query sees only the pooled keys of its segment.
-      is_shifted: whether a query's position differs from that of the key with the same index.
-    """
-
-    block_q: int
-    block_kv: int
-    scale: float
-    is_causal: bool
-    stages: int
-    programs: int = 132
-    has_segments: bool = False
+    block_q: int  # query tokens that share a list, a multiple of 128
+    block_kv: int  # key tokens of a block, 64 or 128
+    scale: float  # factor of the scores, not negative
+    is_causal: bool  # a query sees the pooled keys whose last token is not after it
+    stages: int  # tiles in shared memory
+    programs: int = 132  # how many run side by side, one to a multiprocessor
+    has_segments: bool = False  # a query sees only the pooled keys of its segment
+    # Whether a query's position differs from that of the key with the same index.
     is_shifted: bool = False
 
     @property
@@ -76,12 +64,9 @@ class Settings:
 class Marks(NamedTuple):
     """Segments and shifts, which limit what a query sees; None where a call has none."""
 
-    queries: Ref
-    """int32 ``[B, Tp]``, the segments of queries, `T` rounded up to whole blocks."""
-    keys: Ref
-    """int32, the segments of keys, in the order in which a kernel needs them."""
-    shift: Ref
-    """int32 ``[B]``, a query's position less a key's of the same index."""
+    queries: Ref  # int32 ``[B, Tp]``, the segments of queries, `T` rounded up to whole blocks
+    keys: Ref  # int32, the segments of keys, in the order in which a kernel needs them
+    shift: Ref  # int32 ``[B]``, a query's position less a key's of the same index
 
     @classmethod
     def of(cls, refs: Sequence[Ref], s: Settings) -> "Marks":
@@ -111,11 +96,11 @@ def hide(
     """
     last, *others = columns
     if s.is_causal:
-        position = iota(ROWS, ROW) + first
-        seen = along(last, x.shape, 1) <= along(position, x.shape, 0)
+        position = ring.iota(ROW) + first
+        seen = ring.along(last, x.shape, 1) <= ring.along(position, x.shape, 0)
         x = jnp.where(seen, x, -jnp.inf)
     for mine, other in zip(segment, others, strict=True):
-        seen = along(other, x.shape, 1) == along(load(mine, ROW), x.shape, 0)
+        seen = ring.along(other, x.shape, 1) == ring.along(ring.load(mine, ROW), x.shape, 0)
         x = jnp.where(seen, x, -jnp.inf)
     return x
 
@@ -128,28 +113,6 @@ def store(x: jax.Array, staging: Ref, target: Ref) -> None:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staging, target.at[:, pl.ds(begin, width)])
         plgpu.wait_smem_to_gmem(0)
-
-
-def transposed(ref: Ref) -> Ref:
-    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
-
-
-def load(ref: Ref, layout: Any) -> jax.Array:
-    # What `plgpu.load` does in every version; its own arguments changed from one to the next.
-    return plgpu.layout_cast(ref[...], layout)
-
-
-def full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
-
-
-def iota(size: int, layout: Any) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
-
-
-def along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Numbers repeated over the other axis of a matrix."""
-    return lax.broadcast_in_dim(x, shape, (axis,))
 
 
 def product(*pairs: tuple[Any, Any], columns: int) -> Any:
@@ -189,18 +152,13 @@ class Walk(NamedTuple):
     levels, the finest first, so that no block is cut by the end of a tile.
     """
 
-    at: tuple[Any, ...]
-    """The query block's place in the lists."""
-    first: tuple[jax.Array, ...]
-    """Where each level begins in the list."""
-    whole: tuple[jax.Array, ...]
-    """Tiles of complete blocks, of each level."""
-    left: tuple[jax.Array, ...]
-    """Where in the list each level goes on at the edges."""
+    at: tuple[Any, ...]  # the query block's place in the lists
+    first: tuple[jax.Array, ...]  # where each level begins in the list
+    whole: tuple[jax.Array, ...]  # tiles of complete blocks, of each level
+    left: tuple[jax.Array, ...]  # where in the list each level goes on at the edges
     starts: tuple[jax.Array, ...]
     """The chunk of the edges where each level begins, and their number."""
-    invalid: jax.Array
-    """Whether a level is invalid."""
+    invalid: jax.Array  # whether a level is invalid
     num_whole: jax.Array
     total: jax.Array
 
@@ -265,14 +223,11 @@ def column_memory(s: Settings) -> list[Any]:
 class Source(NamedTuple):
     """Keys or values, and where tiles of them go."""
 
-    levels: Sequence[Ref]
-    """``[B, S, K, H]``, then ``[B, K, G, H]`` of levels 2, 4 and 8."""
-    at: tuple[jax.Array, jax.Array]
-    """Sequence and KV head."""
-    tiles: Ref
-    """``[stages, TILE, H]``."""
-    ready: Ref
-    """Barriers, which expect an arrival for each chunk of a tile, and one more."""
+    at: tuple[jax.Array, jax.Array]  # sequence and KV head
+    levels: Sequence[Ref]  # ``[B, S, K, H]``, then ``[B, K, G, H]`` of levels 2, 4 and 8
+    tiles: Ref  # ``[stages, TILE, H]``
+    ready: Ref  # barriers, which expect an arrival for each chunk of a tile, and one more
+    free: Ref  # barriers that say that a tile's place is free
 
 
 def _copy_block(
@@ -293,7 +248,7 @@ def produce(
     w: Walk,
     slot: jax.Array,
     blocks: Ref,
-    sources: tuple[tuple[Source, Ref], ...],
+    sources: Sequence[Source],
     columns: Sequence[Ref],
     key_length: jax.Array,
     s: Settings,
@@ -301,10 +256,9 @@ def produce(
 ) -> jax.Array:
     """Copies the tiles of a walk to shared memory; returns the slot after the last tile.
 
-    `slot` is the first tile's. `sources` are keys and values, each with the barriers that say that
-    a tile's place is free. `columns` are ``[stages, TILE]``, for the edges: float32 log2 of a
-    column's tokens, ``-inf`` where there are none; int32 the last of them; with segments int32
-    theirs. They are ready with the keys, and free with them. `segments` are int32
+    `slot` is the first tile's. `sources` are keys and values. `columns` are ``[stages, TILE]``, for
+    the edges: float32 log2 of a column's tokens, ``-inf`` where there are none; int32 the last of
+    them; with segments int32 theirs. They are ready and free with the keys. `segments` are int32
     ``[B, TILE + S + TILE]``, those of the tokens from `TILE` on.
     """
     for number, level in enumerate(LEVELS):
@@ -313,8 +267,8 @@ def produce(
             pieces = s.pieces(level)
             place = w.first[number] + t * pieces
             chosen = [blocks[(*w.at, place + p)] for p in range(pieces)]
-            for source, free in sources:
-                plgpu.barrier_wait(free.at[slot])
+            for source in sources:
+                plgpu.barrier_wait(source.free.at[slot])
                 for p, block in enumerate(chosen):
                     chunk = p * (LEVELS[-1] // level)
                     _copy_block(source, number, block, chunk, slot, s)
@@ -326,8 +280,8 @@ def produce(
     def edge(t: jax.Array, slot: jax.Array) -> jax.Array:
         first = (t - w.num_whole) * s.chunks
         chosen = [_edge_block(w, first + c, blocks) for c in range(s.chunks)]
-        for n, (source, free) in enumerate(sources):
-            plgpu.barrier_wait(free.at[slot])
+        for n, source in enumerate(sources):
+            plgpu.barrier_wait(source.free.at[slot])
             for c, (block, kind) in enumerate(chosen):
                 for number, level in enumerate(LEVELS):
                     if c % (LEVELS[-1] // level) == 0:
@@ -376,7 +330,7 @@ def _write_columns(
 ) -> None:
     """Describes the columns of a tile of the edges, see `produce`; one column per thread."""
     layout = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
-    column = iota(TILE, layout)
+    column = ring.iota(layout, TILE)
 
     def fill(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, column.shape)
@@ -418,7 +372,7 @@ def _write_segments(
     first column.
     """
     layout = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
-    column = iota(TILE, layout)
+    column = ring.iota(layout, TILE)
 
     def along_columns(size: int) -> jax.Array:
         return lax.shift_right_logical(column, jnp.full_like(column, size.bit_length() - 1))
