@@ -12,7 +12,7 @@ from pallas_kernels.mosaic.hopper import quantize
 from pallas_kernels.mosaic.hopper.gradient import rows
 from pallas_kernels.triton import gradient_rows
 from tests.gpu.gpu_helpers import normal
-from tests.kernels.gradient_rows_helpers import CASES, check, expected, tensors
+from tests.kernels.test_gradient_rows import CASES, check, expected, tensors
 from turbojax import _device
 from turbojax.ops.turbo_attention import operands
 

@@ -33,11 +33,6 @@ def refusal(config=tj.TurboConfig(), shape=(1, 8, 2, 64), extras=NOTHING, of_val
     return mosaic_gpu.attention_unsupported(query=x, key=x, value=value, **given)
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
-
-
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 200, 256])

@@ -329,10 +329,7 @@ def test_keys_are_padded_only_where_they_must_be():
 
 
 @pytest.mark.parametrize("registry", [ATTENTION, GRADIENT])
-def test_hoppers_kernels_are_the_default(registry, monkeypatch):
-    from turbojax import _device
-
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+def test_hoppers_kernels_are_the_default(registry, hopper):
     x = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
     given = {"query": x, "key": x, "value": x, "options": Options(False, scale=0.1)}
     ends = jax.ShapeDtypeStruct((1, 8), jnp.int32)

@@ -36,11 +36,6 @@ FEATURES = {
 }
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
-
-
 def refusal(config, head_dim=64, dtype=jnp.bfloat16, extras=()):
     x = jax.ShapeDtypeStruct((1, 8, 2, head_dim), dtype)
     given = {"options": SEES_ALL, "extras": extras_of(extras, 1, 8, 8, 2)}

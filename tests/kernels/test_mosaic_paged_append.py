@@ -106,11 +106,6 @@ def test_several_rounds_of_a_warp(same, monkeypatch):
 # The choice, and that it lowers -------------------------------------------------------------------
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
-
-
 def specification(kv_dtype, head_dim=128, dtype=jnp.bfloat16, tokens=1, heads=8, page_size=64):
     """Arguments of `append` that are shapes alone."""
     cache = jax.eval_shape(

@@ -23,9 +23,9 @@ from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.kernels.test_mosaic_paged import specification
 from tests.oracles import warp
 from tests.oracles.turns import Turns
-from turbojax import _device
 from turbojax.ops.options import Options
-from turbojax.ops.paged_attention import hopper, mosaic_prompt
+from turbojax.ops.paged_attention import hopper as paged_hopper
+from turbojax.ops.paged_attention import mosaic_prompt
 from turbojax.state.pages.pool import gather
 
 KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "k8v4", "int8", "turbo_k3v2")
@@ -36,7 +36,8 @@ KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "k8v4", "int8", "turbo_k3v2")
 
 def lower(kind, *, window=None, logits_soft_cap=None, scale=0.1, **shape):
     attend = functools.partial(
-        hopper.attend, options=Options(True, window, scale=scale, logits_soft_cap=logits_soft_cap)
+        paged_hopper.attend,
+        options=Options(True, window, scale=scale, logits_soft_cap=logits_soft_cap),
     )
     return lower_for_cuda(jax.jit(attend), *specification(kind, **shape))
 
@@ -71,11 +72,10 @@ def test_it_lowers(queries, page_size, kind, head_dim, dtype, options):
         ("turbo4", {"dtype": jnp.float32}, "dtype=float32 must be bfloat16 or float16"),
     ],
 )
-def test_refusals_name_value_and_requirement(monkeypatch, kind, shape, words):
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+def test_refusals_name_value_and_requirement(hopper, kind, shape, words):
     query, cache, tables, *_ = specification(kind, tokens=17, **shape)
     given = {"query": query, "block_tables": tables, "options": Options(True, scale=1.0)}
-    assert hopper.unsupported(cache=cache, **given).startswith(words)
+    assert paged_hopper.unsupported(cache=cache, **given).startswith(words)
 
 
 # Which keys a tile of queries sees ----------------------------------------------------------------
