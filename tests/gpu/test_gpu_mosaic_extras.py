@@ -13,9 +13,8 @@ import pytest
 import turbojax as tj
 from tests.attention.attention_helpers import EXACT, FLOAT, SAS_E, tensors
 from tests.gpu.gpu_helpers import EIGHT_BIT_MODES as MODES
-from tests.gpu.gpu_helpers import error
+from tests.gpu.gpu_helpers import assert_same_nan, error, on_hopper
 from tests.grids import pairwise
-from turbojax import _device
 from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import (
@@ -25,10 +24,7 @@ from turbojax.ops.turbo_attention import (
     reference,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(_device.needs_hopper() is not None, reason=str(_device.needs_hopper())),
-]
+pytestmark = [pytest.mark.gpu, on_hopper]
 
 BATCH, TOKENS, SIZE, HEADS, KV_HEADS = 3, 330, 410, 4, 2
 OPTIONS = {
@@ -268,6 +264,5 @@ def test_nan_of_a_bias_stays_in_its_rows(mode, kind):
     config = tj.TurboConfig(mode=mode, softmax=EXACT)
     static = {"config": config, "options": options, "extras": Extras(bias=bias)}
     got, want = mosaic_gpu.attention(*arrays, **static), reference.attention(*arrays, **static)
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_array_equal(np.isnan(x), np.isnan(y))
+    assert_same_nan(got, want)
     assert 0 < np.isnan(want[1]).sum() < np.asarray(want[1]).size

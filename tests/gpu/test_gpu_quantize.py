@@ -11,21 +11,12 @@ import turbojax as tj
 from pallas_kernels.mosaic.hopper import quantize
 from pallas_kernels.mosaic.hopper.gradient import rows
 from pallas_kernels.triton import gradient_rows
-from tests.gpu.gpu_helpers import normal
+from tests.gpu.gpu_helpers import normal, on_hopper
 from tests.kernels.test_gradient_rows import CASES, check, expected, tensors
-from turbojax import _device
 from turbojax.ops.turbo_attention import operands
 
 pytestmark = pytest.mark.gpu
-KERNELS = [
-    "triton",
-    pytest.param(
-        "hopper",
-        marks=pytest.mark.skipif(
-            _device.needs_hopper() is not None, reason=str(_device.needs_hopper())
-        ),
-    ),
-]
+KERNELS = ["triton", pytest.param("hopper", marks=on_hopper)]
 
 
 @pytest.mark.quick(5)
@@ -92,7 +83,7 @@ def test_rows_of_the_gradient(case, dtypes, kernels):
     assert np.isnan(got.q_scale).sum() == 1
 
 
-@pytest.mark.skipif(_device.needs_hopper() is not None, reason=str(_device.needs_hopper()))
+@on_hopper
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_several_at_once_under_vmap(dtype):
     x = normal(4, (3, 2, 200, 2, 64))

@@ -6,17 +6,13 @@ import numpy as np
 import pytest
 
 import turbojax as tj
-from tests.gpu.gpu_helpers import decode, filled, normal
+from tests.gpu.gpu_helpers import decode, filled, normal, on_hopper
 from turbojax import fireq
-from turbojax._device import needs_hopper
 from turbojax.ops.kv4_attention import mosaic_gpu as kv4
 from turbojax.ops.paged_attention import mosaic_gpu as paged
 from turbojax.ops.turbo_attention import mosaic_decode
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(needs_hopper() is not None, reason=str(needs_hopper())),
-]
+pytestmark = [pytest.mark.gpu, on_hopper]
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """`implementation="mosaic_gpu"` of `grouped_matmul` without a GPU: work, launches, lowering.
 
-What it computes is checked on a GPU, in `test_gpu_grouped.py`.
+What it computes is checked on a GPU, in `test_gpu_int4.py`.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """KV4 and K8V4 for Hopper, on a CPU: refusals, lowering, and what a warp computes.
 
 A warp's arithmetic runs on arrays of 32 lanes (`oracles.warp`); copies, barriers and the real
-matrix unit are checked on a GPU, in `test_gpu_kv4.py` and `test_gpu_k8v4.py`.
+matrix unit are checked on a GPU, in `test_gpu_kv4.py`.
 """
 
 import dataclasses
@@ -18,9 +18,7 @@ import pytest
 from pallas_kernels.mosaic import warp as frame
 from pallas_kernels.mosaic.hopper import kv4_append
 from pallas_kernels.mosaic.hopper.paged import inputs, kernel, operands, scaled
-from tests.attention import test_kv4_decode
-from tests.attention.test_kv4_decode import normal
-from tests.caches import test_k8v4
+from tests.attention.test_kv4_decode import INIT, assert_matches, filled, normal
 from tests.caches.cache_helpers import assert_same_bits
 from tests.caches.test_kv4_cache import awkward
 from tests.kernels.kernel_helpers import lower_for_cuda
@@ -31,7 +29,6 @@ from turbojax.ops.options import Options
 from turbojax.quantizers import quantize_fp8
 from turbojax.state import kv4, kv4_mosaic
 
-KINDS = {"kv4": kv4.init_cache, "k8v4": kv4.init_k8v4_cache}
 SHARED_BYTES = 227 * 1024
 LOG2_E = np.log2(np.e)
 
@@ -40,7 +37,7 @@ LOG2_E = np.log2(np.e)
 
 
 def specification(kind, *, batch=2, tokens=1, heads=8, head_dim=128, room=4000):
-    cache = jax.eval_shape(lambda: KINDS[kind](batch, room, 2, head_dim))
+    cache = jax.eval_shape(lambda: INIT[kind](batch, room, 2, head_dim))
     return jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), jnp.bfloat16), cache
 
 
@@ -67,7 +64,7 @@ def test_it_lowers(kind, shape, window):
     assert "turbojax_paged_hopper" in lower_for_cuda(jax.jit(call), query, cache, lengths)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INIT)
 def test_refusals_name_value_and_requirement(kind, monkeypatch):
     assert "needs an NVIDIA GPU of compute capability 8.0, 8.9, 9.0 or 10.0" in refusal(kind)
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 8.0)
@@ -78,7 +75,7 @@ def test_refusals_name_value_and_requirement(kind, monkeypatch):
     assert refusal(kind, tokens=17) == "68 queries of a KV head must be at most 64"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INIT)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("shape", [{}, {"tokens": 16}, {"batch": 16, "room": 2**15}])
 def test_what_is_in_flight_fits_shared_memory(kind, head_dim, shape):
@@ -178,15 +175,8 @@ def matches(lane, kind, query, cache, block=64, **options):
         out, lse = attend(lane, query, cache, block=block, real=query_seq_lengths, **options)
         return jnp.asarray(out, query.dtype), jnp.asarray(lse)
 
-    if kind == "kv4":
-        test_kv4_decode.assert_matches_oracle(query, cache, 2.0**-21, call=call, **options)
-    else:
-        test_k8v4.assert_matches("mosaic_gpu", query, cache, call=call, **options)
-
-
-def filled(kind, *arguments, **options):
-    module = test_kv4_decode if kind == "kv4" else test_k8v4
-    return module.filled(*arguments, **options)
+    offset = 0 if kind == "kv4" else None
+    assert_matches("mosaic_gpu", query, cache, call=call, offset=offset, **options)
 
 
 @pytest.mark.quick(2, slow=0)
@@ -207,7 +197,7 @@ def test_a_warp_attends_as_the_definition_says(lanes, kind, head_dim, block, dty
 
 
 @pytest.mark.quick(3, slow=0)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INIT)
 @pytest.mark.parametrize(
     "options",
     [
@@ -226,14 +216,14 @@ def test_a_ring_is_read_as_a_cache_that_holds_all(lanes):
     x, made = [normal(i, (1, 300, 1, 64)) for i in (8, 9)], []
     for window in (None, (40, 0)):
         empty = kv4.init_cache(1, 300, 1, 64, dtype=jnp.float32, local_window_size=window)
-        cache = test_kv4_decode.append(empty, *x)
+        cache = jax.jit(kv4.append)(empty, *x)
         made.append(attend(lanes, normal(10, (1, 2, 2, 64)), cache, local_window_size=(40, 0)))
     for a, b in zip(*made, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.quick(1, slow=0)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INIT)
 def test_not_finite_and_what_is_not_seen(lanes, kind):
     query, clean = normal(5, (1, 2, 2, 64)), filled(kind, 1, 64, (41,), room=40)
     beyond = (jnp.arange(clean.key_scale.shape[2]) >= 41)[None, None]
@@ -300,7 +290,6 @@ def test_queries_have_the_codes_of_the_definition(lanes, dtype):
     np.testing.assert_allclose(loaded.start[0][0].value, sums * -8 * 2.0**-24, rtol=1e-6)
 
 
-INIT = {"kv4": kv4.init_cache, "k8v4": kv4.init_k8v4_cache}
 xla = functools.partial(kv4.append, implementation="xla")
 
 

@@ -1,7 +1,7 @@
 """Products of INT4 weights and unrounded tokens on Hopper without a GPU.
 
 The kernel for few tokens is emulated lane by lane. Of that for more tokens the register operand is,
-and the whole is lowered; what it computes is checked in `test_gpu_w4a16.py`.
+and the whole is lowered; what it computes is checked in `test_gpu_int4.py`.
 """
 
 import functools

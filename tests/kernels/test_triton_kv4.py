@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.attention.test_kv4_decode import WEIGHT_UNIT, assert_matches_oracle, filled, normal
+from tests.attention.test_kv4_decode import INIT, assert_matches, filled, normal
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax._device import interpret_kernels
 from turbojax.ops.kv4_attention import api, triton
@@ -26,12 +26,12 @@ def _interpreted():
 @pytest.mark.slow
 def test_splits_do_not_matter(monkeypatch):
     """A program's tiles, few or many: weights are rounded relative to other maxima."""
-    query, cache = normal(11, (2, 1, 4, 32)), filled(2, 32, (200, 90))
+    query, cache = normal(11, (2, 1, 4, 32)), filled("kv4", 2, 32, (200, 90))
     for programs in (1, 8, 1000):
         monkeypatch.setattr(triton, "_ENOUGH_PROGRAMS", programs)
         triton._decode.clear_cache()
         call = functools.partial(api.decode, implementation="triton")
-        assert_matches_oracle(query, cache, WEIGHT_UNIT["triton"], call)
+        assert_matches("triton", query, cache, call)
     triton._decode.clear_cache()
 
 
@@ -56,16 +56,31 @@ LOWERED = {
     "Llama-3-8B": ((16, 1, 32, 128), {}),
     "several, window": ((2, 3, 8, 64), {"window": (100, 0)}),
     "head dim 96, soft cap": ((2, 2, 4, 96), {"cap": 5.0}),
+    "head dim 96, window, soft cap": ((2, 2, 4, 96), {"window": (100, 0), "cap": 5.0}),
     "head dim 256": ((1, 1, 16, 256), {}),
-    "head dim 8": ((3, 8, 16, 8), {"window": (5, 5)}),
+    "head dim 8": ((3, 8, 16, 8), {}),
+    "head dim 8, window": ((3, 8, 16, 8), {"window": (5, 5)}),
 }
 
 
-@pytest.mark.quick(first=2, slow=0)
-@pytest.mark.parametrize("name", LOWERED)
-def test_lowers_for_cuda(name):
+@pytest.mark.quick(first=4)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("kv4", "Llama-3-8B"),
+        ("kv4", "several, window"),
+        ("k8v4", "Llama-3-8B"),
+        ("k8v4", "head dim 96, window, soft cap"),
+        ("k8v4", "head dim 256"),
+        ("k8v4", "head dim 8"),
+        pytest.param("kv4", "head dim 96, soft cap", marks=pytest.mark.fuzz),
+        pytest.param("kv4", "head dim 256", marks=pytest.mark.fuzz),
+        pytest.param("kv4", "head dim 8, window", marks=pytest.mark.fuzz),
+    ],
+)
+def test_lowers_for_cuda(kind, name):
     (batch, tokens, heads, dim), given = LOWERED[name]
-    cache = jax.eval_shape(lambda: kv4.init_cache(batch, 4000, 2, dim))
+    cache = jax.eval_shape(lambda: INIT[kind](batch, 4000, 2, dim))
     call = functools.partial(
         triton._decode,
         options=Options(True, given.get("window"), scale=0.1, logits_soft_cap=given.get("cap")),
