@@ -23,7 +23,6 @@ from tests.attention.pooled_helpers import (
     oracle,
     oracle_gradient,
     plain_gradient,
-    random_levels,
     worst,
 )
 from turbojax.ops.pooled_attention import reference
@@ -216,94 +215,6 @@ SMALL = Case(40, 40, heads=2, batch=6, block_q=16, block_kv=16)
 OPTIONS = {"block_q": 16, "block_kv": 16, "is_causal": True}
 
 
-def loss(q, k, v, levels, lengths=None):
-    out, residual = tj.pooled_attention(
-        q, k, v, levels, key_value_seq_lengths=lengths, return_residual=True, **OPTIONS
-    )
-    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(residual), residual, 0))
-
-
-def assert_all_close(got, want):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, want)
-
-
-@pytest.mark.slow
-def test_grad_outside_and_inside_jit():
-    q, k, v, levels, *_ = operands(SMALL)
-    lengths = jnp.asarray([40, 11, 0, 3, 40, 26], jnp.int32)
-    by_all = jax.grad(loss, (0, 1, 2))
-    want = by_all(q, k, v, levels, lengths)
-    assert_all_close(jax.jit(by_all)(q, k, v, levels, lengths), want)
-    np.testing.assert_array_equal(jax.grad(loss, 1)(q, k, v, levels, lengths), want[1])
-    inside = jax.grad(jax.jit(loss), (0, 1, 2))(q, k, v, levels, lengths)
-    assert_all_close(inside, want)
-
-
-@pytest.mark.slow
-def test_levels_and_lengths_have_no_gradient():
-    """Integers: jax's float0, not zeros of some dtype."""
-    q, k, v, levels, *_ = operands(SMALL)
-    lengths = jnp.full(6, 40, jnp.int32)
-    by_both = jax.grad(loss, (3, 4), allow_int=True)
-    for of_levels in (levels, levels.astype(jnp.int32)):
-        for gradient in by_both(q, k, v, of_levels, lengths):
-            assert gradient.dtype == jax.dtypes.float0
-
-
-@pytest.mark.fuzz
-def test_vmap():
-    """Over everything at once, and over queries and levels with shared keys."""
-    q, k, v, levels, *_ = operands(SMALL)
-    by_all = jax.grad(loss, (0, 1, 2))
-    arrays = (q, k, v, levels, jnp.asarray([40, 11, 0, 3, 40, 26], jnp.int32))
-    parts = [x.reshape(3, 2, *x.shape[1:]) for x in arrays]
-    want = jax.jit(by_all)(*arrays)
-    got = jax.jit(jax.vmap(by_all))(*parts)
-    assert_all_close(jax.tree.map(lambda x, y: x.reshape(y.shape), got, want), want)
-    shared = jax.jit(jax.vmap(by_all, in_axes=(0, None, None, 0)))(parts[0], k[:2], v[:2], parts[3])
-    again = by_all(q[4:], k[:2], v[:2], levels[4:])
-    assert_all_close([x[2] for x in shared], list(again))
-
-
-@pytest.mark.slow
-def test_scan_and_remat():
-    """Through a scanned stack of layers with levels of their own, kept and recomputed."""
-    q, k, v, levels, *_ = operands(Case(40, 40, heads=2, batch=1, block_q=16, block_kv=16))
-    ks, vs = jnp.stack([k, k * 0.5, k + 0.1]), jnp.stack([v, v + 1, -v])
-    shape = (3, *levels.shape)
-    of_layers = jnp.asarray(random_levels(np.random.default_rng(5), shape, [0.2] * 5))
-
-    def layer(x, of_layer):
-        return x + tj.pooled_attention(x, *of_layer, **OPTIONS), None
-
-    def unrolled(q, ks, vs):
-        for of_layer in zip(ks, vs, of_layers, strict=True):
-            q, _ = layer(q, of_layer)
-        return jnp.sum(jnp.sin(q))
-
-    def scanned(layer, q, ks, vs):
-        return jnp.sum(jnp.sin(jax.lax.scan(layer, q, (ks, vs, of_layers))[0]))
-
-    want = jax.jit(jax.grad(unrolled, (0, 1, 2)))(q, ks, vs)
-    for body in (layer, jax.checkpoint(layer)):
-        got = jax.jit(jax.grad(functools.partial(scanned, body), (0, 1, 2)))(q, ks, vs)
-        assert_all_close(got, want)
-
-
-def test_second_derivatives_are_refused():
-    q, k, v, levels, *_ = operands(SMALL)
-    for derive_again in (jax.grad, jax.jacrev):
-        with pytest.raises(NotImplementedError, match="gradient of pooled_attention.*only first"):
-            derive_again(lambda x: jax.grad(loss)(x, k, v, levels).sum())(q)
-
-
-def test_forward_mode_is_refused():
-    q, k, v, levels, *_ = operands(SMALL)
-    for function in (loss, jax.grad(loss)):
-        with pytest.raises(TypeError, match="custom_vjp"):
-            jax.jvp(lambda x, of=function: of(x, k, v, levels), (q,), (q,))
-
-
 def test_what_is_kept_for_the_backward_pass():
     """Inputs, levels, output and residual, nothing pooled and no scores."""
     q, k, v, levels, *_ = operands(SMALL)
@@ -311,19 +222,3 @@ def test_what_is_kept_for_the_backward_pass():
     kept = sum(x.nbytes for x in jax.tree.leaves(pull))
     residual = 4 * SMALL.batch * SMALL.tokens * SMALL.heads
     assert kept == 2 * q.nbytes + k.nbytes + v.nbytes + levels.nbytes + residual
-
-
-def temporary_bytes(tokens):
-    def of(x, levels):
-        return jnp.sum(tj.pooled_attention(x, x, x, levels, is_causal=True))
-
-    x = jax.ShapeDtypeStruct((1, tokens, 1, 64), jnp.float32)
-    levels = jax.ShapeDtypeStruct((1, 1, tokens // 128, tokens // 128), jnp.int8)
-    return jax.jit(jax.grad(of)).lower(x, levels).compile().memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.slow
-def test_memory_grows_with_tokens_not_with_their_square():
-    small, large = temporary_bytes(4096), temporary_bytes(8192)
-    assert large <= 2.3 * small
-    assert large < 8192 * 8192 * 4 / 4

@@ -1,9 +1,6 @@
 """The contract of `turbo_attention`, second part: what never matters, bad values, transforms."""
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -283,7 +280,7 @@ def test_bits_do_not_matter_to_attention():
         np.testing.assert_array_equal(x, y)
 
 
-# Transforms and memory ---------------------------------------------------------------------------
+# Transforms --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -335,19 +332,3 @@ def test_scan_over_layers():
     first, _ = run(q, ks[0], vs[0], config, "xla")
     want, _ = run(first, ks[1], vs[1], config, "xla")
     np.testing.assert_allclose(got, want, atol=1e-2)
-
-
-def temporary_bytes(tokens, config, batch=1):
-    x = jax.ShapeDtypeStruct((batch, tokens, 1, 64), jnp.float32)
-    call = functools.partial(tj.turbo_attention, config=config, is_causal=True)
-    return jax.jit(call).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("mode", ["int8", "float"])
-def test_memory_grows_with_tokens_not_with_their_square(mode):
-    """Twice the tokens, at most about twice the temporaries; far below one row of T x S."""
-    config = tj.TurboConfig.paper(mode=mode)
-    small, large = temporary_bytes(4096, config), temporary_bytes(8192, config)
-    assert large <= 2.3 * small
-    assert large < 8192 * 8192 * 4 / 8
