@@ -6,7 +6,6 @@ matrix unit are checked on a GPU, in `test_gpu_kv4.py`.
 
 import dataclasses
 import functools
-import itertools
 import types
 
 import jax
@@ -22,6 +21,7 @@ from tests.attention.test_kv4_decode import INIT, assert_matches, filled, normal
 from tests.caches.cache_helpers import assert_same_bits
 from tests.caches.test_kv4_cache import awkward
 from tests.kernels.kernel_helpers import lower_for_cuda
+from tests.oracles import lanes as emulated
 from tests.oracles import warp
 from turbojax import _device
 from turbojax.ops.kv4_attention import mosaic_gpu
@@ -297,31 +297,13 @@ def of_size(seed, shape, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * 3, dtype)
 
 
-def update(body, name, inputs, arrays, *, grid, warpgroups):
-    """As `lanes.update`: of a program the first warp, which writes lengths, runs last."""
-    assert name == kv4_append.NAME
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-
-    def run(*given):
-        held = [np.array(x) for x in given]
-        pointers = [warp.Pointer(x.reshape(-1).view(np.uint8)) for x in held]
-        for ids in itertools.product(*map(range, grid.values())):
-            for number in reversed(range(4 * warpgroups)):
-                warp.thread = lambda number=number: warp.Int(32 * number + warp.LANES)
-                body(pointers, [warp.integer(i) for i in ids])
-        return held[len(inputs) :]
-
-    return jax.pure_callback(run, shapes, *inputs, *arrays)
-
-
 @pytest.fixture
 def append(monkeypatch):
-    """`kv4.append` by the kernel, emulated."""
-    monkeypatch.setattr(warp, "thread", None, raising=False)
-    monkeypatch.setattr(warp, "block_barrier", lambda: None, raising=False)
-    for module in (kv4_append, frame):
-        monkeypatch.setattr(module, "lane", warp)
+    """`kv4.append` by the kernel, emulated; the first warp, which writes lengths, runs last."""
+    emulated.patch(monkeypatch, kv4_append, frame)
+    update = functools.partial(emulated.update, backwards=True)
     monkeypatch.setattr(kv4_append.lanes, "update", update)
+    monkeypatch.setattr(warp, "block_barrier", lambda: None, raising=False)
     monkeypatch.setattr(kv4_mosaic, "needs_mosaic", lambda: None)
     return functools.partial(kv4.append, implementation="mosaic_gpu")
 
