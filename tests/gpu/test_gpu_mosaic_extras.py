@@ -169,6 +169,18 @@ def test_gradients_equal_the_definition(case):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2.0**-8 * of_rows)
 
 
+def results(call, *arrays, d_out=None):
+    """Output and gradients; of the cosine of the output, if no cotangent is given."""
+    out, pull = jax.vjp(call, *arrays)
+    return out, *pull(jnp.cos(out) if d_out is None else d_out)
+
+
+def assert_alike(got, want, unit):
+    for x, y in zip(got, want, strict=True):
+        x, y = (np.asarray(a, np.float64).ravel() for a in (x, y))
+        assert np.linalg.norm(x - y) <= unit * np.linalg.norm(y)
+
+
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -186,12 +198,9 @@ def test_packed_sequences_are_those_by_themselves(mode, head_dim):
     )
     d_out = jnp.asarray(np.random.default_rng(9).normal(size=q.shape), q.dtype)
     segments = {"query_segment_ids": packed, "key_value_segment_ids": packed}
-    out, pull = jax.vjp(functools.partial(call, **segments), q, k, v)
-    apart = [x.reshape(4, 128, *x.shape[2:]) for x in (q, k, v, d_out)]
-    want, pull_apart = jax.vjp(call, *apart[:3])
-    for x, y in zip((out, *pull(d_out)), (want, *pull_apart(apart[3])), strict=True):
-        x, y = (np.asarray(a, np.float64).ravel() for a in (x, y))
-        assert np.linalg.norm(x - y) <= 2.0**-8 * np.linalg.norm(y)
+    got = results(functools.partial(call, **segments), q, k, v, d_out=d_out)
+    *apart, d_apart = (x.reshape(4, 128, *x.shape[2:]) for x in (q, k, v, d_out))
+    assert_alike(got, results(call, *apart, d_out=d_apart), 2.0**-8)
 
 
 @pytest.mark.quick(3)
@@ -207,16 +216,14 @@ def test_bounds_say_what_segments_say(mode):
         local_window_size=(300, 0),
         implementation="mosaic_gpu",
     )
-    results = []
-    for given in (
-        {"query_segment_ids": packed, "key_value_segment_ids": packed},
-        {"key_bounds": tj.bounds.segments(packed)},
-    ):
-        out, pull = jax.vjp(functools.partial(call, **given), q, k, v)
-        results.append((out, *pull(jnp.cos(out))))
-    for x, y in zip(*results, strict=True):
-        x, y = (np.asarray(a, np.float64).ravel() for a in (x, y))
-        assert np.linalg.norm(x - y) <= 2.0**-10 * np.linalg.norm(y)
+    got, want = (
+        results(functools.partial(call, **given), q, k, v)
+        for given in (
+            {"query_segment_ids": packed, "key_value_segment_ids": packed},
+            {"key_bounds": tj.bounds.segments(packed)},
+        )
+    )
+    assert_alike(got, want, 2.0**-10)
 
 
 @pytest.mark.quick(3)
@@ -239,17 +246,15 @@ def test_a_bias_says_what_bounds_say(mode, kind, tokens):
         config=tj.TurboConfig(mode=mode, softmax=EXACT, gradient="8bit"),
         implementation="mosaic_gpu",
     )
-    results = []
-    for given in (
-        {"bias": jnp.where(hides, -jnp.inf, 0).astype(jnp.bfloat16)},
-        {"key_bounds": (jnp.zeros_like(end), end)},
-    ):
-        out, pull = jax.vjp(functools.partial(call, **given), q, k, v)
-        results.append((out, *pull(jnp.cos(out))))
+    got, want = (
+        results(functools.partial(call, **given), q, k, v)
+        for given in (
+            {"bias": jnp.where(hides, -jnp.inf, 0).astype(jnp.bfloat16)},
+            {"key_bounds": (jnp.zeros_like(end), end)},
+        )
+    )
     # With a bias tiles are smaller, and e4m3 rounds weights relative to other maxima.
-    for x, y in zip(*results, strict=True):
-        x, y = (np.asarray(a, np.float64).ravel() for a in (x, y))
-        assert np.linalg.norm(x - y) <= 2.0**-4 * np.linalg.norm(y)
+    assert_alike(got, want, 2.0**-4)
 
 
 @pytest.mark.quick(2)

@@ -94,6 +94,17 @@ def expected(case, arrays, query_dtype, gradient_dtype):
     return (*codes(query, query_dtype), *d8, *sums)
 
 
+def check_rows(run, case, dtypes):
+    """Clean ones, then with a NaN in a query and infinity in a gradient."""
+    arrays = tensors(case)
+    check(run(*arrays), expected(case, arrays, *dtypes))
+    arrays[0][0, 5, 0, 3] = np.nan
+    arrays[1][0, np.argmax(arrays[3][0, :, 0] > -np.inf), 0, 7] = np.inf
+    got = run(*arrays)
+    check(got, expected(case, arrays, *dtypes))
+    assert np.isnan(got.q_scale).sum() == 1
+
+
 def check(got, want):
     """Equal bits; of the sums, what float32 loses with as many terms added in any order."""
     *codes, lse, delta, magnitude = want
@@ -274,23 +285,6 @@ def test_it_lowers(dtypes, head_dim):
     assert text.count("turbojax_gradient_rows") >= 1
 
 
-@pytest.mark.slow
-def test_the_gradient_lowers_with_triton(hopper):
-    """It, keys, and values with their maxima; where a block is no power of two, the others."""
-    x = jax.ShapeDtypeStruct((2, 100, 2, 64), jnp.bfloat16)
-    rows, lengths = (
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in ((x.shape[:3], jnp.float32), ((2,), jnp.int32))
-    )
-    for block, has_kernel in ((128, True), (192, False)):
-        config = tj.TurboConfig(gradient="8bit", block_q=block)
-        run_triton = functools.partial(
-            mosaic_gradient.gradient, config=config, options=Options(True, scale=0.1)
-        )
-        text = lower_for_cuda(run_triton, x, x, x, lengths, lengths, x, rows, x, rows)
-        assert ("turbojax_gradient_rows" in text) == has_kernel
-
-
 @pytest.fixture
 def emulated(monkeypatch):
     """Arrays of 32 lanes in place of numbers."""
@@ -313,16 +307,9 @@ def emulated(monkeypatch):
 )
 def test_rows_on_hopper(case, dtypes):
     """Ragged, with rows that see nothing; then with a NaN in a query and infinity in a gradient."""
-    arrays = tensors(case)
     _, block, tokens, _ = CASES[case]
     options = {"block": block, "query_dtype": dtypes[0], "gradient_dtype": dtypes[1]}
-    got = hopper_rows.prepare_rows(*arrays, tokens=tokens, **options)
-    check(got, expected(case, arrays, *dtypes))
-    arrays[0][0, 5, 0, 3] = np.nan
-    arrays[1][0, np.argmax(arrays[3][0, :, 0] > -np.inf), 0, 7] = np.inf
-    got = hopper_rows.prepare_rows(*arrays, tokens=tokens, **options)
-    check(got, expected(case, arrays, *dtypes))
-    assert np.isnan(got.q_scale).sum() == 1
+    check_rows(functools.partial(hopper_rows.prepare_rows, tokens=tokens, **options), case, dtypes)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -357,19 +344,31 @@ def test_an_output_of_fewer_tokens_and_channels():
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
-@pytest.mark.fuzz
-@pytest.mark.parametrize(("head_dim", "is_on_hopper"), [(128, True), (36, False)])
-def test_the_gradient_lowers_with_hopper(hopper, head_dim, is_on_hopper):
-    """Heads are padded before; outputs are not, and their channels are what it may refuse."""
+@pytest.mark.parametrize(
+    ("head_dim", "block", "kernel"),
+    [
+        pytest.param(64, 128, "any", marks=pytest.mark.slow),
+        pytest.param(64, 192, None, marks=pytest.mark.slow),
+        pytest.param(128, 128, "hopper", marks=pytest.mark.fuzz),
+        pytest.param(36, 128, "triton", marks=pytest.mark.fuzz),
+    ],
+)
+def test_the_gradient_lowers_with_it(hopper, head_dim, block, kernel):
+    """Where a block is no power of two, the others; heads are padded before, outputs are not.
+
+    Their channels are what Hopper's kernel may refuse.
+    """
     x = jax.ShapeDtypeStruct((2, 100, 2, head_dim), jnp.bfloat16)
     of_rows, lengths = (
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in ((x.shape[:3], jnp.float32), ((2,), jnp.int32))
     )
-    config = tj.TurboConfig(gradient="8bit", block_q=128)
+    config = tj.TurboConfig(gradient="8bit", block_q=block)
     run = functools.partial(
         mosaic_gradient.gradient, config=config, options=Options(True, scale=0.1)
     )
     text = lower_for_cuda(run, x, x, x, lengths, lengths, x, of_rows, x, of_rows)
-    assert ("turbojax_gradient_rows_hopper" in text) == is_on_hopper
-    assert ("triton" in text) != is_on_hopper
+    assert ("turbojax_gradient_rows" in text) == (kernel is not None)
+    if kernel in ("hopper", "triton"):
+        assert ("turbojax_gradient_rows_hopper" in text) == (kernel == "hopper")
+        assert ("triton" in text) == (kernel == "triton")

@@ -21,9 +21,8 @@ from pallas_kernels.mosaic.hopper.gradient import bias as of_bias
 from pallas_kernels.mosaic.hopper.gradient import elementwise, tiles
 from tests.attention.attention_helpers import EXACT
 from tests.kernels.kernel_helpers import lower_for_cuda
-from tests.kernels.test_mosaic_gradient import accumulator
 from tests.oracles import warp
-from tests.oracles.fragments import fragments
+from tests.oracles.fragments import accumulator, fragments
 from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import mosaic_gpu, mosaic_gradient
@@ -158,62 +157,6 @@ def test_softmax_of_scores_with_a_bias(monkeypatch, kind, dtype, cap, ahead):
     if kind == "full":
         assert want[3] == -np.inf
         assert (found[3] == 0).all()
-
-
-@pytest.mark.parametrize("cap", [None, 2.0])
-@pytest.mark.parametrize("rows_are_keys", [False, True])
-@pytest.mark.parametrize(("kind", "dtype"), [("full", "bfloat16"), ("row", "float32")])
-def test_weights_and_score_gradients(monkeypatch, kind, dtype, rows_are_keys, cap):
-    """Of a tile with slopes and an end, against float64; NaN under -inf reaches nothing."""
-    patch(monkeypatch, accumulator)
-    x, rng, shape, factor = a_bias(kind, dtype), np.random.default_rng(0), (16, 64), 0.4
-    query, key, slope = 8, 64, 0.1
-    scores, products = (rng.normal(size=shape).astype(np.float32) * 3 for _ in range(2))
-    count = shape[rows_are_keys]
-    lse, delta = (rng.normal(size=count).astype(np.float32) for _ in range(2))
-    of_rows = [v if rows_are_keys else np.repeat(v[:, None], 4, axis=1) for v in (lse, delta)]
-    bias = of_pairs(x, query, key, *(shape[::-1] if rows_are_keys else shape))
-    bias = bias.T if rows_are_keys else bias
-    scores[np.isneginf(bias)] = np.nan
-    products[np.isneginf(bias)] = np.nan
-    f = biases._in_pairs
-    if rows_are_keys:
-        f = biases._of_two_keys if x.shape[2] == 1 else biases._in_columns
-    words, static = load(f, x, query, key)
-    s = types.SimpleNamespace(left=None, right=None, soft_cap=cap, approximate_tanh=False)
-    options = {"dtype": "bfloat16", "rows_are_keys": rows_are_keys, "s": s}
-    stop = np.int32(50)  # of the columns
-    distance, limits = np.int32(query - key), (np.int32(query - key), stop)
-    unit = np.float32(factor if cap is not None else factor * np.log2(np.e))
-    given = (scores, of_rows[0], unit, np.float32(slope), distance, words, *limits)
-    p, *rest = elementwise._weigh(*given, is_linear=True, bias=static, **options)
-    slopes = rest[:1] if cap is not None else []
-    given = (p, products, of_rows[1], np.float32(factor), *slopes, *limits)
-    d = elementwise._gradients(*given, has_bias=True, **options)
-    added = None
-    if not rows_are_keys:
-        before = np.full(shape, 0.25, np.float32)
-        of_rows[0][5] = np.inf  # a query that sees nothing
-        given = (before, p, products, *of_rows[::-1], np.float32(factor), np.float32(0.5))
-        added = elementwise._add_gradients(*given, *limits, s=s)
-
-    row, column = np.indices(shape)
-    q, k = (column, row) if rows_are_keys else (row, column)
-    seen = (column < stop) & ~np.isneginf(bias)
-    lse, delta = (v if rows_are_keys else v[:, None] for v in (lse, delta))
-    with np.errstate(all="ignore"):
-        v, bend = scores * np.float64(factor), 1.0
-        if cap is not None:
-            bend, v = 1 - np.tanh(v) ** 2, cap * np.tanh(v)
-        v = (v + bias) * np.log2(np.e) - slope * np.abs(query + q - key - k)
-        want = np.where(seen, np.exp2(v - lse), 0)
-        assert 0.5 < seen.mean() < 0.9
-        np.testing.assert_allclose(p, want, rtol=1e-4, atol=1e-6)
-        whole = np.where(seen, want * (factor * products - delta), 0)
-    np.testing.assert_allclose(d, whole * np.where(seen, bend, 1), rtol=2e-4, atol=1e-4)
-    if added is not None:  # before the cap's derivative
-        whole[5] = 0
-        np.testing.assert_allclose(added, 0.25 + 0.5 * whole, rtol=2e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
