@@ -1,4 +1,4 @@
-"""The contract of `decode`, which every implementation keeps: oracle, options, NaN.
+"""The contract of `decode`, and of `prefill`: oracle, options, NaN.
 
 What a cache holds is held to its own oracle elsewhere: here attention over what `dequantize` reads
 is compared with the float64 oracle.

@@ -1,4 +1,4 @@
-"""docs/attention_options.md: its examples print what it says, its figures are the record's."""
+"""Pages of the docs about attention: examples print what they say, figures are the record's."""
 
 import contextlib
 import io

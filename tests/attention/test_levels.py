@@ -1,4 +1,4 @@
-"""Levels against loops in float64: importance, ranks, similarity, density."""
+"""Levels against loops in float64: importance, ranks, similarity, density; order, and maps."""
 
 import functools
 import json

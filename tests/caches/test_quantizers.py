@@ -1,4 +1,4 @@
-"""Quantizers against integer oracles: the same bits, and the error that the equations promise."""
+"""Quantizers and packing against integer oracles: the same bits, and the promised errors."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""``"2/4bit"`` of any number of KV heads: what the name says, and what holds it."""
+"""``"2/4bit"`` of any number of KV heads: what holds it; priorities of heads."""
 
 import dataclasses
 import functools

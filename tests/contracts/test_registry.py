@@ -1,4 +1,4 @@
-"""The choice of an implementation, and refusals in words."""
+"""The choice of an implementation, refusals in words; other GPUs than Hopper; numbers."""
 
 import functools
 import importlib.util

@@ -1,4 +1,4 @@
-"""`int4_matmul` and `fp8_tokens` compiled, against the oracle and the definition in XLA.
+"""`int4_matmul`, `grouped_matmul`, `fp8_tokens` compiled, against the oracle and the definition.
 
 What an implementation refuses is tested on the CPU.
 """

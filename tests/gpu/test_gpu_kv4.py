@@ -21,7 +21,7 @@ from tests.attention.test_kv4_decode import (
     options_of,
     prefill,
 )
-from tests.caches import test_k8v4
+from tests.caches import test_kv4_cache
 from tests.caches.test_kv4_cache import awkward, oracle_pack, oracle_quantize
 from tests.gpu.gpu_helpers import KERNELS, assert_equal, assert_near, both, on_hopper
 from turbojax._device import needs_hopper
@@ -51,7 +51,7 @@ def test_codes_and_scales_to_the_bit(dim):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_codes_and_scales_of_k8v4_to_the_bit(dtype):
-    test_k8v4.test_codes_and_scales_to_the_bit(dtype)
+    test_kv4_cache.test_k8v4_codes_and_scales_to_the_bit(dtype)
 
 
 @KINDS

@@ -1,4 +1,7 @@
-"""What the tests of `gradient_rows` share: inputs, and what it has to return."""
+"""The kernels that prepare the rows of a backward pass: codes to the bit, sums in float32.
+
+Interpreted or emulated on a CPU; their lowering. Compiled they are in `test_gpu_quantize.py`.
+"""
 
 import functools
 
@@ -300,7 +303,7 @@ def emulated(monkeypatch):
     [
         ("head dim 64", (INT8, INT8)),
         ("head dim 80", (E4M3, E4M3)),
-        ("more hopper_rows", (INT8, E4M3)),
+        ("more rows", (INT8, E4M3)),
         ("head dim 128", (INT8, INT8)),
         ("head dim 256", (E4M3, None)),
     ],

@@ -1,4 +1,8 @@
-"""The decode kernel for Hopper, on a CPU: what it refuses, how it is launched, that it lowers."""
+"""The decode kernel for Hopper, on a CPU: refusals, launches, lowering; warps, and the merge.
+
+A warp's arithmetic runs on arrays of 32 lanes (`oracles.warp`); copies, barriers and the real
+matrix unit are checked on a GPU, in `test_gpu_mosaic_decode.py`.
+"""
 
 import functools
 import types
@@ -376,8 +380,8 @@ def test_merge(monkeypatch, parts, head_dim, dtype):
     l = rng.uniform(0.5, 9, size=shape).astype(np.float32)
     o = rng.normal(size=(*shape, head_dim)).astype(np.float32)
     # A split without tokens, a query that sees none, one whose value is no number.
-    for without in ((slice(None), 1), (1, slice(None), 4)):
-        m[without], l[without], o[without] = -np.inf, 0, 0
+    for missing in ((slice(None), 1), (1, slice(None), 4)):
+        m[missing], l[missing], o[missing] = -np.inf, 0, 0
     o[2, 0, 3, 7] = np.nan
     query = jax.ShapeDtypeStruct((BATCH, tokens, KV_HEADS * group, head_dim), dtype)
     out, residual = merge.merge(*map(jnp.asarray, (o, m, l)), query, KV_HEADS)

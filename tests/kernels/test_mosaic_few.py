@@ -1,4 +1,4 @@
-"""INT4 products of few tokens on Hopper without a GPU: launches, lowering, and whole programs.
+"""INT4 products of few tokens on Hopper without a GPU: launches, programs, rounding, lowering.
 
 A program's warps run on arrays of 32 lanes, with copies, barriers and the cluster's memory in numpy
 (`oracles.programs`). What the compiled kernel computes is checked in `test_gpu_int4.py`.

@@ -1,4 +1,4 @@
-"""`tj.fireq.grouped_matmul`: each expert's tokens against the oracle, and what it refuses."""
+"""`tj.fireq.grouped_matmul`: each expert's tokens against the oracle, refusals; routing."""
 
 import dataclasses
 import functools

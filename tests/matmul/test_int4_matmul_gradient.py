@@ -1,5 +1,7 @@
 """Gradients of `fireq.matmul`: against float64 derivatives written out, of dequantized weights.
 
+Both exact and with cotangents in e4m3.
+
 The oracle is itself held to finite differences. Float32 gradients may be as far from it as twice
 what jax's own float32 gradient of plain arrays is, plus a few units in the last place.
 """
