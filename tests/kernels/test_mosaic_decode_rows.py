@@ -32,7 +32,7 @@ from pallas_kernels.mosaic.hopper.decode_rows import (
 from tests.gpu.gpu_helpers import SOFTMAXES, filled, normal
 from tests.oracles import programs as emulated
 from tests.oracles import warp
-from tests.oracles.turns import Turns
+from tests.oracles.programs import Turns
 from turbojax.kv import cache_by_name
 
 

@@ -27,7 +27,7 @@ from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.kernels.test_mosaic_paged import specification
 from tests.models import latent_helpers as helpers
 from tests.oracles import warp
-from tests.oracles.turns import Turns
+from tests.oracles.programs import Turns
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import hopper as paged_hopper
 from turbojax.ops.paged_attention import mosaic_prompt

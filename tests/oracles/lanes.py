@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tests.oracles import warp
-from tests.oracles.turns import Turns
+from tests.oracles.programs import Turns
 
 WARPS = 4
 
