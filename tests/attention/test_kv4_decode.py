@@ -110,7 +110,7 @@ def oracle(
             error = error + 16 * UNIT * soft_cap
         top = score.max()
         p = np.exp(score - top)
-        error = error + (np.abs(score - top) + np.abs(top) + 8 + len(seen)) * 4 * UNIT
+        error = error + (np.abs(score - top) + np.abs(top) + 8 + len(k)) * 4 * UNIT
         out[b, t, h] = p @ v / p.sum()
         spread = (p * (error + weight_unit)) @ np.abs(v) + (p @ error) * np.abs(out[b, t, h])
         spread = spread + 2 * (BLOCK // 16) * ADDED * (p @ v_unit)
