@@ -1,7 +1,7 @@
 """Softmax and biases of Hopper's attention kernels without a GPU: what lanes compute; lowering.
 
 Lanes load from arrays of bytes, as they do from global memory; the rest as in
-`test_mosaic_softmax.py` and `test_mosaic_gradient.py`.
+`test_mosaic_gradient.py`.
 """
 
 import functools
@@ -351,7 +351,7 @@ CASES = pairwise(
 )
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("of_softmax")
 @pytest.mark.parametrize(("exponential", "mode", "seen", "one"), CASES)
 def test_attention_block_by_block(exponential, mode, seen, one):
     """Outputs within what 8-bit weights lose, sums within SAS's error; 0 where nothing is seen."""
@@ -399,7 +399,7 @@ def test_attention_block_by_block(exponential, mode, seen, one):
     assert (lse[rows:] == -np.inf).all()
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("of_softmax")
 @pytest.mark.parametrize("mask", list(MASKS))
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("one", [by_step, ahead])
@@ -424,7 +424,7 @@ def test_halves_of_a_tile_with_scales_of_their_own(mask, cap, one):
     assert not np.isnan(weights[:, BLOCK:]).any()
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("of_softmax")
 @pytest.mark.parametrize("one", [by_step, ahead])
 @pytest.mark.parametrize("is_int8", [True, False])
 def test_rows_that_see_nothing(one, is_int8):
@@ -455,7 +455,7 @@ def test_rows_that_see_nothing(one, is_int8):
     assert (lse[:5] == -np.inf).all()
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("of_softmax")
 @pytest.mark.parametrize("one", [by_step, ahead])
 def test_nan_stays_in_its_row(one):
     """The sum of the row is NaN, and only that of this row."""
@@ -468,7 +468,7 @@ def test_nan_stays_in_its_row(one):
 
 
 @pytest.mark.quick(44, slow=0)
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("of_softmax")
 @pytest.mark.parametrize("one", [by_step, ahead])
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("hides", ["segments", "bounds", "window and bounds", None])
