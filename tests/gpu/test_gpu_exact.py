@@ -9,24 +9,18 @@ import pytest
 
 from tests import oracles
 from tests.attention.paged_helpers import equal, normal
-from turbojax._device import needs_hopper
+from tests.gpu.gpu_helpers import on_hopper
 from turbojax.attention.options import Options
 from turbojax.caches import exact as exact_attention
 from turbojax.caches.exact import cache as exact
 from turbojax.caches.paged import attend_pages
 from turbojax.caches.paged import pool as paged
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, on_hopper]
 
 STATIC = ("local_window_size", "logits_soft_cap", "implementation")
 decode = jax.jit(exact_attention.decode, static_argnames=STATIC)
 LENGTHS = (3000, 2049, 700, 33, 1, 0)
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if (refusal := needs_hopper()) is not None:
-        pytest.skip(refusal)
 
 
 @functools.cache
