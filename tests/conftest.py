@@ -257,3 +257,11 @@ def tiny_folder(tmp_path_factory) -> str:
 def implementation(request: pytest.FixtureRequest) -> str:
     """What of an op runs on a CPU: plain JAX, and its Triton kernel, if it is interpreted."""
     return request.param
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are chosen as on a Hopper GPU; there is none."""
+    from turbojax import _device
+
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)

@@ -1,12 +1,16 @@
-"""docs/attention_options.md: its examples print what it says, its figures are the record's."""
+"""Pages of the docs about attention: examples print what they say, figures are the record's."""
 
+import contextlib
+import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from benchmarks import readme
 from tests.tools.docs_helpers import DOCS, docs_text, examples, run
+from turbojax.finetune.optimizer import default_promotion
 
 PAGE = "attention_options.md"
 ROWS = json.loads((readme.RESULTS / "models_tuning_2026-11-25.json").read_text(encoding="utf-8"))[
@@ -85,3 +89,31 @@ def test_prose_agrees_with_the_rows_of_sinks():
         for what in ("plain", "sinks")
     )
     assert f"512 queries of one, `mosaic_gpu` | {plain:.1f} | - | {sinks:.1f} |" in text
+
+
+VIDEO_PAGE = DOCS / "video.md"
+
+
+@pytest.mark.optimized
+@pytest.mark.fuzz
+def test_video_examples():
+    names = {"__name__": "docs"}
+    with default_promotion():  # optax relies on it
+        printed = [run(example, names).strip() for example in examples(VIDEO_PAGE)]
+    said = re.findall(r"It prints `(.*?)`[.:]", VIDEO_PAGE.read_text(encoding="utf-8"))
+    assert len(printed) == len(said) == 3
+    assert printed == said
+
+
+LATENT_PAGE = (Path(__file__).parents[2] / "docs" / "latent.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_example_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", LATENT_PAGE, flags=re.DOTALL)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(example, "docs/latent.md", "exec"), {"__name__": "docs"})
+    assert out.getvalue().splitlines() == ["(2, 1, 16, 128) 388", "(2, 1, 16, 512) 644"]
+    for name, size in (("turbo4", 388), ("fp8_e4m3", 644)):
+        assert re.search(rf'"{name}".*\| {size} \|', LATENT_PAGE)

@@ -1,6 +1,7 @@
-"""Levels against loops in float64: importance, ranks, similarity, density."""
+"""Levels against loops in float64: importance, ranks, similarity, density; order, and maps."""
 
 import functools
+import json
 import math
 
 import jax
@@ -8,9 +9,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
+from typer.testing import CliRunner
 
 import turbojax as tj
 from tests.oracles import levels as oracle
+from turbojax import models
+from turbojax.app.levels import measure
+from turbojax.app.main import app
 from turbojax.levels import SimilarityCap, Threshold, TopK, block_importance, key_similarity
 from turbojax.levels.grid import Grid
 from turbojax.levels.ranking import assign
@@ -288,3 +294,182 @@ def test_density_of_what_is_no_level():
         tj.level_density(jnp.ones((2, 2)))
     with pytest.raises(ValueError, match="no axis empty"):
         tj.level_density(jnp.ones(2, jnp.int8))
+
+
+GRIDS = [
+    ((8, 8, 16), (4, 4, 8)),
+    ((4, 12, 24), (4, 4, 8)),
+    ((16, 48), (8, 16)),
+    ((6, 10, 8), (2, 2, 8)),
+    ((3, 5), (1, 1)),
+    ((64,), (16,)),
+    ((2, 4, 4, 4), (2, 2, 2, 2)),
+]
+
+
+@pytest.mark.parametrize(("shape", "brick"), GRIDS)
+def test_every_block_is_a_brick_and_so_are_its_halves(shape, brick):
+    order = tj.levels.grid_order(shape, brick)
+    assert order.dtype == np.int32
+    assert np.array_equal(np.sort(order), np.arange(math.prod(shape)))
+    place = np.stack(np.unravel_index(order, shape), -1)
+    size = math.prod(brick)
+    while size >= 1:
+        blocks = place.reshape(-1, size, len(shape))
+        low, sides = blocks.min(1), np.ptp(blocks, axis=1) + 1
+        # As many places as tokens, of one shape, and where a multiple of it begins.
+        assert np.all(sides.prod(-1) == size)
+        assert np.all(sides == sides[0])
+        assert np.all(low % sides[0] == 0)
+        if size == math.prod(brick):
+            assert tuple(sides[0]) == brick
+            numbers = np.ravel_multi_index(
+                tuple((low // sides[0]).T), np.floor_divide(shape, brick)
+            )
+            assert np.array_equal(numbers, np.arange(len(low)))
+        size //= 2
+
+
+def test_what_levels_average_are_cubes():
+    order = tj.levels.grid_order((8, 8, 16), (4, 4, 8))
+    place = np.stack(np.unravel_index(order, (8, 8, 16)), -1)
+    for size, sides in ((8, (2, 2, 2)), (4, (1, 2, 2)), (2, (1, 1, 2))):
+        assert tuple(np.ptp(place[:size], axis=0) + 1) == sides
+    place = np.stack(np.unravel_index(tj.levels.grid_order((8, 16), (8, 16)), (8, 16)), -1)
+    assert tuple(np.ptp(place[:8], axis=0) + 1) == (2, 4)
+
+
+def test_exact_attention_is_the_same_in_any_order():
+    """And the way back is the inverse: of attention without a mask nothing else changes."""
+    shape = (4, 4, 16)
+    order = tj.levels.grid_order(shape, (4, 4, 8))
+    query, key, value = (
+        jax.random.normal(k, (1, 256, 2, 16)) for k in jax.random.split(jax.random.key(0), 3)
+    )
+    levels = jnp.ones((1, 1, 2, 2), jnp.int8)
+    blocks = {"block_q": 128, "block_kv": 128}
+    q, k, v = (x[:, order] for x in (query, key, value))
+    out = tj.pooled_attention(q, k, v, levels, is_causal=False, **blocks)
+    q, k, v = (np.asarray(x, np.float64)[0] for x in (query, key, value))
+    scores = np.exp(np.einsum("tnh,snh->nts", q, k) / 4)
+    exact = np.einsum("nts,snh->tnh", scores / scores.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(out[0, np.argsort(order)], exact, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "brick", "error", "message"),
+    [
+        ((8, 8), (4, 4, 8), ValueError, r"brick=\(4, 4, 8\) must have a side for each axis of"),
+        ((), (), ValueError, r"brick=\(\) must have a side for each axis"),
+        ((8, 12), (4, 6), ValueError, r"brick=\(4, 6\) must have sides that are powers of two"),
+        ((8, 8), (4, 0), ValueError, r"brick=\(4, 0\) must have sides that are powers of two"),
+        ((8, 10), (4, 4), ValueError, r"shape=\(8, 10\) must have positive multiples of brick"),
+        ((0, 8), (4, 4), ValueError, r"shape=\(0, 8\) must have positive multiples of brick"),
+        ((2**16, 2**15), (1, 1), ValueError, r"must have less than 2\*\*31 tokens"),
+        ((8, 8.0), (4, 4), TypeError, "float"),
+    ],
+)
+def test_refusals(shape, brick, error, message):
+    with pytest.raises(error, match=message):
+        tj.levels.grid_order(shape, brick)
+
+
+SMALL = ["--tokens", "96", "--block", "8", "--layer", "1"]
+# The other policies are in the picture.
+IN_TABLE = ("topk", "strided")
+
+
+def _run(*arguments: str):
+    return CliRunner().invoke(app, ["levels", *arguments], env={"COLUMNS": "160"})
+
+
+@pytest.mark.fuzz
+def test_json_report_and_picture(tiny_folder, tmp_path):
+    plot = tmp_path / "levels.png"
+    names = [name for name in measure.POLICY_NAMES if name not in IN_TABLE]
+    options = ["--policy", ",".join(names), "--json", "--plot", str(plot)]
+    result = _run("--model", tiny_folder, *SMALL, *options)
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert [row["name"] for row in report["results"]] == names
+    assert report["settings"]["heads"] == [0, 1, 2, 3]
+    for row in report["results"]:
+        shares = {int(level): share for level, share in row["shares"].items()}
+        assert sum(shares.values()) == pytest.approx(1)
+        work = sum(share / level for level, share in shares.items() if level)
+        assert row["density"] == pytest.approx(work, rel=1e-6)
+        assert len(row["densities"]) == len(row["errors"]) == 4
+        assert 0.5 < row["cosine"] < 1
+        assert 0 < row["relative_l1"] < 1
+    by_name = {row["name"]: row for row in report["results"]}
+    # More work, less error: the same policy with higher bounds.
+    assert by_name["threshold95"]["density"] > by_name["threshold"]["density"]
+    assert by_name["threshold95"]["relative_l1"] < by_name["threshold"]["relative_l1"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_table(tiny_folder):
+    result = _run("--model", tiny_folder, *SMALL, "--policy", ", ".join(IN_TABLE), "--head", "2,0")
+    assert result.exit_code == 0, result.stderr
+    for text in (*IN_TABLE, "ideal speed-up", "96 tokens in blocks of 8", "2 heads"):
+        assert text in result.stdout
+
+
+@pytest.mark.slow
+def test_operands_are_those_of_the_layer(tiny_folder, tmp_path):
+    """Attention with the layer's query and key, done by hand from the weights."""
+    file = tmp_path / "text"
+    file.write_bytes(bytes(range(1, 64)))
+    model = models.load(tiny_folder, dtype=jnp.float32)
+    settings = measure.MapSettings(file=file, layer=1, tokens=64, block=8)
+    query, key, value = measure._layer_operands(model, settings)
+    seen = []
+
+    def attend(query, key, value, cache, options=None):
+        jax.debug.callback(lambda *x: seen.append(x), query, key, value, ordered=True)
+        return models.causal_attention(query, key, value)
+
+    model(jnp.arange(64)[None], attend=attend)
+    jax.effects_barrier()
+    assert len(seen) == 2
+    for ours, theirs in zip((query, key, value), seen[1], strict=True):
+        assert np.abs(np.asarray(ours) - theirs).max() < 1e-5
+
+
+@pytest.mark.quick(3, slow=0)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--file", "/no/such/file"], "No such file or directory: '/no/such/file'"),
+        (["--policy", "best"], "policy 'best' must be one of topk, threshold,"),
+        (["--policy", "topk,topk"], "must name each policy once"),
+        (["--layer", "2"], "layer=2 must be between 0 and 1"),
+        (["--head", "4"], "heads=(4,) must be between 0 and 3"),
+        (["--head", "x"], "invalid literal for int"),
+        (["--tokens", "129"], "tokens=129 must be at most the model's 128"),
+        (["--tokens", "1"], "tokens=1 must be at least 2"),
+        (["--block", "12"], "block=12 must be a positive multiple of 8"),
+        (["--plot", "/no/such/folder/x.png"], "must be a file in a folder that exists"),
+    ],
+)
+def test_errors_are_one_clear_line(tiny_folder, arguments, message):
+    result = _run("--model", tiny_folder, *SMALL, "--policy", "window", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_file_that_is_too_short(tiny_folder, tmp_path):
+    file = tmp_path / "short"
+    file.write_bytes(b"abc")
+    result = _run("--model", tiny_folder, *SMALL, "--file", str(file))
+    assert result.exit_code == 2
+    assert "has 3 bytes, must have at least 95" in result.stderr
+
+
+def test_a_model_of_other_tokens_is_refused(tmp_path):
+    config = models.TransformerConfig(300, 32, 48, 1, 4, 2, 16, 128)
+    model = nnx.eval_shape(lambda: models.Transformer(config, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="vocab_size=300 must be 256"):
+        measure.run(model, measure.MapSettings(file=tmp_path))

@@ -1,6 +1,7 @@
 """`tj.polar`'s codec against float64: codes, norms, bytes, and what a round trip costs."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from tests.caches.cache_helpers import assert_same_bits
 from tests.oracles import paged as paged_oracle
 from tests.oracles import polar as oracle
 from turbojax import polar
+from turbojax.polar import codec
 from turbojax.polar.codec import check_norms
 
 LARGEST_MSE = {2: 0.1213, 3: 0.0349, 4: 0.0095}
@@ -432,3 +434,326 @@ def test_bfloat16_is_encoded_as_its_float32_values():
     want = polar.encode(jnp.asarray(x.astype(np.float32)), rotation)
     for got, wanted in zip(polar.encode(jnp.asarray(x), rotation), want, strict=True):
         assert_same_bits(got, wanted)
+
+
+SPEC_4 = (0.128395, 0.388048, 0.656759, 0.942340, 1.256231, 1.618046, 2.069017, 2.732590)
+DISTORTION = {2: 0.1175, 3: 0.03454, 4: 0.009497}
+"""Mean squared errors of Max's table I."""
+
+
+def cells(table):
+    edges = [-np.inf, *(0.5 * (table[1:] + table[:-1])), np.inf]
+    return list(itertools.pairwise(edges))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_each_centroid_is_the_mean_of_its_cell(bits):
+    """Lloyd's second condition, in float64 by quadrature; the first defines the cells."""
+    table = polar.lloyd_max(bits)
+    assert (table.dtype, table.shape) == (np.float64, (2**bits,))
+    assert (np.diff(table) > 0).all()
+    np.testing.assert_array_equal(table, -table[::-1])
+    means = [oracle.normal_cell(*c, 1) / oracle.normal_cell(*c, 0) for c in cells(table)]
+    np.testing.assert_allclose(table, means, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(table, oracle.lloyd_max(bits), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_printed_table(bits):
+    """To the digits printed: half a unit of the last, or a whole where print rounded down."""
+    upper = polar.lloyd_max(bits)[2 ** (bits - 1) :]
+    digits = [1e-4 if level < 1 else 1e-3 for level in oracle.MAX_1960[bits]]
+    assert (np.abs(upper - oracle.MAX_1960[bits]) <= digits).all()
+    if bits == 4:
+        np.testing.assert_allclose(upper, SPEC_4, rtol=0, atol=5.01e-7)
+    error = sum(
+        oracle.normal_cell(*cell, 2)
+        - 2 * c * oracle.normal_cell(*cell, 1)
+        + c * c * oracle.normal_cell(*cell, 0)
+        for c, cell in zip(polar.lloyd_max(bits), cells(polar.lloyd_max(bits)), strict=True)
+    )
+    np.testing.assert_allclose(error, DISTORTION[bits], rtol=5e-4)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_centroids_of_a_head(head_dim):
+    table = polar.centroids(4, head_dim)
+    assert table.dtype == np.float32
+    want = (oracle.lloyd_max(4) / np.sqrt(head_dim)).astype(np.float32)
+    np.testing.assert_array_max_ulp(table, want, 1)
+    np.testing.assert_array_equal(table, -table[::-1])
+
+
+def loss_of(bits):
+    """Mean squared distance of integer levels to the centroids, by the cells' probabilities."""
+    exact = oracle.lloyd_max(bits)
+    weights = np.array([oracle.normal_cell(*c, 0) for c in cells(exact)])
+    return lambda table, step: (weights * (exact - (np.array(table) - 63.5) * step) ** 2).sum()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_integer_centroids(bits):
+    """Seven bits, symmetric, and no other step does better."""
+    table, half, step = polar.integer_centroids(bits)
+    assert half == 63.5
+    assert len(table) == 2**bits
+    assert all(isinstance(i, int) and 0 <= i <= 127 for i in table)
+    assert all(a + b == 127 for a, b in zip(table, table[::-1], strict=True))
+    assert list(table) == sorted(set(table))
+    rounding_loss = loss_of(bits)
+    loss = rounding_loss(table, step)
+    assert loss <= {2: 1e-4, 3: 1e-3, 4: 0.0062}[bits] * DISTORTION[bits]
+    exact = oracle.lloyd_max(bits)
+    for other in np.linspace(exact[-1] / 63.5, 4 * exact[-1] / 63.5, 997):
+        rounded = np.clip(np.floor(exact / other + 63.5 + 0.5), 0, 127)
+        assert loss <= rounding_loss(rounded, other) * (1 + 1e-9)
+
+
+def test_the_integers_of_four_bits_are_these():
+    """Pinned: kernels hold them as constants."""
+    table, _, step = polar.integer_centroids()
+    upper = [2.5, 7.5, 12.5, 18.5, 24.5, 31.5, 40.5, 53.5]
+    assert [i - 63.5 for i in table[8:]] == upper
+    assert round(step, 5) == 0.05129
+
+
+def test_tables_are_read_only_and_errors_name_the_value():
+    with pytest.raises(ValueError, match="read-only"):
+        polar.lloyd_max(4)[0] = 0
+    with pytest.raises(ValueError, match="read-only"):
+        polar.centroids(4, 64)[0] = 0
+    for call in (polar.lloyd_max, polar.integer_centroids, lambda b: polar.centroids(b, 64)):
+        with pytest.raises(ValueError, match="bits=5 must be 2, 3 or 4"):
+            call(5)
+        with pytest.raises(TypeError, match="bits=4.5 must be an integer"):
+            call(4.5)
+    with pytest.raises(ValueError, match="head_dim=0 must be at least 1"):
+        polar.centroids(4, 0)
+
+
+def radicands():
+    """At random, squares, next to squares, and around powers of two."""
+    rng = np.random.default_rng(0)
+    wide = np.exp(rng.uniform(np.log(codec.TINY), np.log(codec.HUGE), size=300_000))
+    squares = np.arange(2**23, 2**23 + 100_000).astype(np.float64) ** 2 * 2.0**-46
+    powers = np.float32(2.0) ** np.arange(-59, 40, dtype=np.float32)
+    near = (powers.view(np.int32)[:, None] + np.arange(-20, 21, dtype=np.int32)).view(np.float32)
+    squares = squares.astype(np.float32)
+    around = [np.nextafter(squares, np.float32(side)) for side in (0, 9)]
+    return np.concatenate([wide.astype(np.float32), near.ravel(), squares, *around])
+
+
+@pytest.mark.parametrize("units", range(-2, 3))
+def test_roots_do_not_depend_on_the_approximation(units):
+    """From a root that is off by so many units in the last place, numpy's, which is exact."""
+    x = radicands()
+    want = np.sqrt(x)
+    root = jnp.asarray((want.view(np.int32) + np.int32(units)).view(np.float32))
+    for _ in range(2):
+        root = jax.jit(codec._nearer_root)(root, jnp.asarray(x))
+    np.testing.assert_array_equal(root, want)
+    np.testing.assert_array_equal(jax.jit(codec._exact_root)(jnp.asarray(x)), want)
+
+
+def test_norms_are_rounded_to_nearest():
+    """Within half a unit of float16 and the rounding of one product, subnormal numbers too."""
+    rng = np.random.default_rng(1)
+    squares = np.exp(rng.uniform(np.log(2.0**-59), np.log(2.0**33), 200_000)).astype(np.float32)
+    levels = rng.uniform(0.02, 7.4, squares.size).astype(np.float32)
+    exact = np.sqrt(squares.astype(np.float64) / levels)
+    got = np.asarray(jax.jit(codec._corrected)(jnp.asarray(squares), jnp.asarray(levels)))
+    inside = exact < 65504 * (1 - 2.0**-23)
+    beyond = exact > 65504 * (1 + 2.0**-23)
+    assert min(inside.sum(), beyond.sum()) > 500
+    assert np.isinf(got[beyond]).all()
+    got, exact = got[inside].astype(np.float64), exact[inside]
+    np.testing.assert_array_equal(got, got.astype(np.float16))
+    unit = np.maximum(2.0 ** (np.floor(np.log2(exact)) - 10), 2.0**-24)
+    assert (np.abs(got - exact) <= unit / 2 + exact * 2.0**-23).all()
+    assert (got == 0).any()
+    assert (got == 2.0**-24).any()
+
+
+def test_norms_halfway_between_two_go_up():
+    """Of roots that are exact midpoints of float16; what is next below them stays below."""
+    lower = np.arange(1024, 2048).astype(np.float32)
+    squares = (lower + np.float32(0.5)) ** 2
+    found = jax.jit(codec._corrected)
+    one = jnp.ones(squares.size)
+    np.testing.assert_array_equal(found(jnp.asarray(squares), one), lower + 1)
+    below = np.nextafter(squares, np.float32(0))
+    np.testing.assert_array_equal(found(jnp.asarray(below), one), lower)
+
+
+def test_tables():
+    """Their sums fit 31 bits, and their unit leaves the mean of the squares."""
+    for head_dim in (16, 80, 128, 256):
+        tables = codec.level_tables(4, head_dim)
+        assert 2**29 < head_dim * max(tables.squares) < 2**31
+        mean = np.asarray(tables.squares) * np.float64(tables.unit) * head_dim
+        np.testing.assert_allclose(mean, polar.lloyd_max(4) ** 2, rtol=1e-5)
+        assert tables.thresholds == tuple(-t for t in tables.thresholds[::-1])
+
+
+HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+
+def vectors(head_dim, count=50, seed=0):
+    return np.random.default_rng(seed).normal(size=(count, head_dim)).astype(np.float32)
+
+
+def rounding_bound(x):
+    """Of a rotation in float32: each coordinate is a sum of `d` terms, up to 8 + 28 deep.
+
+    No partial sum exceeds ``sum |x|``, the scaled result has two more roundings.
+    """
+    magnitude = np.abs(np.asarray(x, np.float64)).sum(-1, keepdims=True)
+    return 38 * 2.0**-24 * magnitude / np.sqrt(x.shape[-1])
+
+
+@pytest.mark.quick(1, slow=0)
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS[::2], 1, 2, 12, 56, 320])
+def test_orthogonal_and_as_the_oracle(head_dim):
+    """The matrix is Hadamard's with signs, exactly; both directions apply it."""
+    rotation = polar.rotation(head_dim, seed=5)
+    assert rotation.head_dim == head_dim
+    root = np.sqrt(head_dim)
+    matrix = np.asarray(rotation.matrix()).astype(np.float64) * root
+    integers = np.rint(matrix).astype(int)
+    assert np.abs(matrix - integers).max() < 1e-6
+    np.testing.assert_array_equal(integers @ integers.T, head_dim * np.eye(head_dim, dtype=int))
+    want = oracle.rotation_matrix(head_dim, 5)
+    np.testing.assert_array_equal(integers, np.rint(want * root))
+
+    x = vectors(head_dim)
+    bound = rounding_bound(x)
+    turned = polar.rotate(jnp.asarray(x), rotation)
+    assert turned.dtype == jnp.float32
+    assert (np.abs(np.asarray(turned, np.float64) - x @ want.T) <= bound).all()
+    back = polar.unrotate(jnp.asarray(x), rotation)
+    assert (np.abs(np.asarray(back, np.float64) - x @ want) <= bound).all()
+
+
+@pytest.mark.parametrize("head_dim", [3, 6, 10, 14, 36, 49, 72, 100, 144])
+def test_other_head_dims_are_refused(head_dim):
+    with pytest.raises(ValueError, match=f"head_dim={head_dim} must be a power of two, or 12, 20"):
+        polar.rotation(head_dim)
+
+
+def test_signs_are_the_same_everywhere():
+    """Pinned: caches written elsewhere are read with them."""
+    got = "".join("-" if s < 0 else "+" for s in np.asarray(polar.rotation(16).signs))
+    assert got == "-+++-------+-+-+"
+    np.testing.assert_array_equal(polar.rotation(128, 7).signs, oracle.signs(128, 7))
+    assert (np.asarray(polar.rotation(128, 7).signs) != polar.rotation(128, 8).signs).any()
+
+
+@pytest.mark.quick(1)
+@pytest.mark.optimized
+@pytest.mark.parametrize(("dtype", "head_dim"), [(jnp.bfloat16, 128), (jnp.float32, 80)])
+def test_bits_of_rotations_do_not_depend_on_the_array_around(head_dim, dtype):
+    rotation = polar.rotation(head_dim)
+    x = jnp.asarray(vectors(head_dim, 60), dtype)
+    for turn in (polar.rotate, polar.unrotate):
+        want = turn(x, rotation)
+        assert_same_bits(turn(x[17], rotation), want[17])
+        assert_same_bits(turn(x[3:10], rotation), want[3:10])
+        assert_same_bits(turn(x.reshape(3, 1, 5, 4, head_dim), rotation).reshape(want.shape), want)
+        assert_same_bits(jax.jit(turn)(x, rotation), want)
+        assert_same_bits(jax.vmap(turn, (0, None))(x, rotation), want)
+        mapped = jax.jit(lambda x, turn=turn: jax.lax.map(lambda v: turn(v, rotation), x))
+        assert_same_bits(mapped(x), want)
+
+
+def test_made_under_jit_and_differentiated():
+    """The derivative of a rotation is its inverse's map."""
+    x = jnp.asarray(vectors(80, 3))
+    pull = jax.jit(lambda x, g: jax.vjp(lambda x: polar.rotate(x, polar.rotation(80)), x)[1](g)[0])
+    weight = jnp.asarray(vectors(80, 3, seed=1))
+    want = np.asarray(weight, np.float64) @ oracle.rotation_matrix(80, 0)
+    assert (np.abs(np.asarray(pull(x, weight)) - want) <= rounding_bound(weight)).all()
+
+
+def test_nan_and_infinity_stay():
+    x = np.ones((3, 64), np.float32)
+    x[1, 5], x[2, 60] = np.nan, np.inf
+    turned = np.asarray(polar.rotate(jnp.asarray(x), polar.rotation(64)))
+    assert np.isfinite(turned[0]).all()
+    assert not np.isfinite(turned[1:]).any()
+
+
+# The law of rotated coordinates ------------------------------------------------------------------
+
+
+def cell_counts(coordinates, bits=4):
+    table = oracle.lloyd_max(bits)
+    edges = 0.5 * (table[1:] + table[:-1])
+    return edges, np.bincount(np.searchsorted(edges, coordinates.ravel()), minlength=len(table))
+
+
+def unit_coordinates(x, turned=True):
+    """``sqrt(d) u`` of each vector."""
+    y = np.asarray(polar.rotate(jnp.asarray(x, jnp.float32), polar.rotation(x.shape[-1])))
+    y = y if turned else x
+    return y * np.sqrt(x.shape[-1]) / np.sqrt((x.astype(np.float64) ** 2).sum(-1, keepdims=True))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_rotated_normal_vectors_are_uniform_on_the_sphere(head_dim):
+    """Chi-square over 16 cells: its mean is 15 and its deviation sqrt(30); five of them allowed.
+
+    One coordinate of each vector, so that the counts are independent.
+    """
+    count = 100_000
+    x = np.random.default_rng(head_dim).normal(size=(count, head_dim))
+    index = np.random.default_rng(1).integers(0, head_dim, size=(count, 1))
+    edges, counts = cell_counts(np.take_along_axis(unit_coordinates(x), index, axis=-1))
+    expected = count * oracle.sphere_cells(edges, head_dim)
+    assert ((counts - expected) ** 2 / expected).sum() < 15 + 5 * np.sqrt(30)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("data", ["scaled channels", "outlier channels", "heavy tails"])
+def test_rotated_spiky_vectors_are_nearly_normal(data):
+    """Chi-square per sample, which is far from zero before the rotation and near it after."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(4000, 128))
+    if data == "scaled channels":
+        x *= np.exp(rng.normal(size=128))
+    elif data == "outlier channels":
+        x[:, [5, 40, 77, 100]] += [8, -6, 10, 7]
+    else:
+        x = rng.standard_t(2.5, size=x.shape)
+
+    def divergence(turned):
+        edges, counts = cell_counts(unit_coordinates(x, turned))
+        law = oracle.sphere_cells(edges, 128)
+        return ((counts / counts.sum() - law) ** 2 / law).sum()
+
+    assert divergence(False) > 0.1
+    assert divergence(True) < 0.02
+
+
+# Errors ------------------------------------------------------------------------------------------
+
+
+def test_errors_name_value_and_requirement():
+    rotation = polar.rotation(64)
+    x = jnp.ones((2, 64))
+    with pytest.raises(ValueError, match=r"x.shape=\(2, 32\) must be \[..., 64\]"):
+        polar.rotate(x[:, :32], rotation)
+    with pytest.raises(ValueError, match=r"x.shape=\(\) must be"):
+        polar.unrotate(x[0, 0], rotation)
+    with pytest.raises(TypeError, match="x.dtype=int32"):
+        polar.rotate(x.astype(jnp.int32), rotation)
+    with pytest.raises(TypeError, match="rotation is a ArrayImpl, must be a polar.Rotation"):
+        polar.rotate(x, rotation.signs)
+    with pytest.raises(ValueError, match="head_dim=0 must be at least 1"):
+        polar.rotation(0)
+    with pytest.raises(TypeError, match="head_dim=64.0 must be an integer"):
+        polar.rotation(64.0)
+    with pytest.raises(ValueError, match="seed=-1 must not be negative"):
+        polar.rotation(64, -1)
+    with pytest.raises(TypeError, match="seed=0.5 must be an integer"):
+        polar.rotation(64, 0.5)

@@ -1,4 +1,4 @@
-"""`ProgressiveCache` through jit, vmap, scan, donation, pytree and checkpoint round trips."""
+"""`ProgressiveCache` and `decode` through jit, vmap, scan, donation, and round trips."""
 
 import functools
 
@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 
 import turbojax as tj
+from tests.attention.decode_helpers import (
+    BATCH,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    decode,
+    queries,
+    random,
+    stored,
+)
+from tests.attention.decode_helpers import append as decode_append
 from tests.caches.cache_helpers import MIXED, append, assert_same_bits, new, prefill, tokens, used
+from tests.contracts.implementations import interpreted, kernel_is_slow
 
 
 def test_jax_tree_round_trip():
@@ -74,3 +86,80 @@ def test_orbax_round_trip(tmp_path):
     assert_same_bits(cache, restored)
     restored.validate()
     assert_same_bits(append(cache, *tokens(5)), append(restored, *tokens(5)))
+
+
+@pytest.mark.optimized
+def test_eager_equals_jit():
+    query = queries(1, 26)
+    eager = tj.decode(query, jax.tree.map(jnp.asarray, stored()), implementation="xla")
+    np.testing.assert_allclose(eager, decode(query, stored(), "xla")[0], atol=2e-6)
+
+
+@pytest.mark.fuzz
+def test_generation_under_scan():
+    """Append and decode in a scanned loop, the cache carried and donated, across a flush."""
+    steps, implementation = 40, "triton"
+    key, value = (random(seed, BATCH, steps, KV_HEADS, HEAD_DIM) for seed in (27, 28))
+    query = queries(steps, 29)
+
+    def step(cache, qkv):
+        q, k, v = (x[:, None] for x in qkv)
+        cache = tj.append(cache, k, v, implementation="xla")
+        return cache, tj.decode(q, cache, implementation=implementation)[:, 0]
+
+    xs = tuple(np.moveaxis(x, 1, 0) for x in (query, key, value))
+    loop = jax.jit(lambda c, xs: jax.lax.scan(step, c, xs), donate_argnums=0)
+    with interpreted(implementation):
+        final, out = loop(jax.tree.map(jnp.asarray, stored()), xs)
+    assert out.shape == (steps, BATCH, HEADS, HEAD_DIM)
+    cache = stored()
+    for t in range(steps):
+        cache = decode_append(cache, key[:, t : t + 1], value[:, t : t + 1])
+        if t in (0, 30, steps - 1):
+            want = decode(query[:, t : t + 1], cache, implementation)[0][:, 0]
+            np.testing.assert_allclose(out[t], want, atol=2e-6)
+    for a, b in zip(jax.tree.leaves(final), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+@kernel_is_slow
+def test_decode_under_vmap(implementation):
+    """Queries of several kinds against caches stacked on a new axis; and scanned over them.
+
+    The kernel is scanned in `test_generation_under_scan`.
+    """
+    caches = jax.tree.map(lambda x: np.stack([x, np.roll(x, 1, 0)]), stored())
+    query = np.stack([queries(1, 30), queries(1, 31)])
+    one = functools.partial(tj.decode, implementation=implementation)
+
+    def scan(query, caches):
+        return jax.lax.scan(lambda c, x: (c, one(*x)), None, (query, caches))[1]
+
+    with interpreted(implementation):
+        found = [np.asarray(jax.jit(jax.vmap(one))(query, caches))]
+    if implementation == "xla":
+        found.append(np.asarray(jax.jit(scan)(query, caches)))
+    for i in range(2):
+        cache = jax.tree.map(lambda x, i=i: x[i], caches)
+        want = decode(query[i], cache, implementation)[0]
+        for got in found:
+            np.testing.assert_allclose(got[i], want, atol=2e-6 if implementation == "xla" else 1e-6)
+
+
+def test_gradients_are_refused():
+    with pytest.raises(NotImplementedError, match="gradient"):
+        jax.grad(lambda q: tj.decode(q, stored()).sum())(queries(1))
+
+
+def test_memory_does_not_grow_with_the_cache():
+    """Blocks are read a chunk at a time: the cache is never dequantized as a whole."""
+
+    def temporary_bytes(max_length):
+        cache = jax.eval_shape(lambda: tj.init_cache(1, max_length, 2, 64, dtype=jnp.float32))
+        query = jax.ShapeDtypeStruct((1, 1, 4, 64), jnp.float32)
+        return jax.jit(tj.decode).lower(query, cache).compile().memory_analysis().temp_size_in_bytes
+
+    short, long = temporary_bytes(4096), temporary_bytes(16384)
+    assert long <= 1.1 * short
+    assert long < 2 * 4 * 16384 * 2 * 64 / 3

@@ -1,19 +1,27 @@
-"""The choice of an implementation, and refusals in words."""
+"""The choice of an implementation, refusals in words; other GPUs than Hopper; numbers."""
 
 import functools
 import importlib.util
+import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import turbojax as tj
+from benchmarks.device import registers
+from benchmarks.device.sanitizer_cases import CASES
+from pallas_kernels import varying
+from pallas_kernels.mosaic import lanes
 from tests.kernels.kernel_helpers import lower_for_cuda
-from turbojax import _device
+from turbojax import _checks, _device
 from turbojax._device import interpret_kernels
 from turbojax._registry import Implementation, Registry
 from turbojax.attention.options import Options
 from turbojax.attention.turbo.api import ATTENTION
+from turbojax.caches.paged import mosaic_gpu as paged
+from turbojax.caches.progressive import decode_mosaic
 from turbojax.caches.progressive.api import DECODE
 
 
@@ -171,3 +179,130 @@ def test_what_none_chooses_lowers_for_hopper(monkeypatch, mode):
     assert "turbojax_append_hopper" in str(jax.make_jaxpr(tj.append)(cache, new, new))
     text = lower_for_cuda(tj.decode, query.update(shape=(2, 1, 8, 128)), cache)
     assert "turbojax_decode_hopper" in text
+
+
+KINDS = (float, np.float16, np.float32, np.float64, np.longdouble)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_every_kind(kind):
+    """Warnings are errors here: numpy warns where a comparison would round to infinity."""
+    for check in (_checks.check_number, _checks.check_positive):
+        check("scale", kind(0.125))
+        for bad in ("inf", "-inf", "nan"):
+            with pytest.raises(ValueError, match="scale=.*must be"):
+                check("scale", kind(bad))
+
+
+@pytest.mark.parametrize("number", [3, np.int8(3), np.uint64(3), None])
+def test_integers_are_numbers(number):
+    _checks.check_number("scale", number)
+    _checks.check_positive("scale", number)
+
+
+def test_what_no_float_holds():
+    for bad in (10**400, -(10**400)):
+        with pytest.raises(ValueError, match="scale=.*must be finite"):
+            _checks.check_number("scale", bad)
+        assert not _checks.is_finite_number(bad)
+    for bad in (1j, np.complex64(1), "1", [1]):
+        with pytest.raises(TypeError, match="must be a Python number"):
+            _checks.check_number("scale", bad)
+
+
+def test_the_longest_axis_is_cudas_first():
+    """Pallas hands axes over in reverse."""
+    mesh = lanes._mesh("kernel", {"tile": 70_000, "side": 2}, 1)
+    assert mesh["grid_names"] == varying.all_own(["side", "tile"])
+    assert mesh["grid"] == (2, 70_000)
+
+
+def test_two_long_axes_are_refused():
+    with pytest.raises(NotImplementedError, match="all axes but one of .* must be at most 65535"):
+        lanes._mesh("kernel", {"tile": 70_000, "sequence": 80_000}, 1)
+
+
+@pytest.mark.parametrize(("count", "is_copied"), [(2**18, True), (2**18 + 1, False)])
+def test_small_inputs_are_kept_from_being_read_as_slices(count, is_copied):
+    """XLA would record a call anew in every step of a loop that slices its input."""
+
+    def update(x, array):
+        options = {"grid": {"tile": 1}, "warpgroups": 1}
+        return lanes.update(lambda *_: None, "kernel", [x], [array], **options)
+
+    x, array = (jax.ShapeDtypeStruct((n,), jnp.float32) for n in (count, 2**20))
+    jaxpr = jax.make_jaxpr(update)(x, array)
+    assert str(jaxpr).count("optimization_barrier") == is_copied
+
+
+# One case of each kernel without products of warpgroups, and the GPUs that it is offered on.
+LOWERED = {
+    "cache, decode, merged, Hopper": ("8.0", "8.9", "10.0"),
+    "cache, 8 tokens, Hopper": ("8.0", "8.9", "10.0"),
+    "paged, turbo4, Hopper": ("8.0", "8.9", "10.0"),
+    "paged, bf16, Hopper": ("8.0", "8.9", "10.0"),
+    "exact cache, window, Hopper": ("8.0", "8.9", "10.0"),
+    "k8v4, Hopper": ("8.9", "10.0"),
+}
+
+
+@pytest.mark.quick(2, slow=0)
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [(name, capability) for name, found in LOWERED.items() for capability in found],
+)
+def test_lowers(name, capability):
+    call, arguments = CASES[name].build()
+    with registers.lowering_for(capability):
+        lowered = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize("capability", [8.0, 8.9, 10.0])
+def test_default_launches_fit_the_shared_memory(monkeypatch, capability):
+    """Whatever decode takes there; what it does not take, it names."""
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: capability)
+    refused = set()
+    sizes = itertools.product((64, 128, 256), (4, 2), (64, 128), (1, 8, 32), (1, 32))
+    for head_dim, bits, block, tokens, batch in sizes:
+        config = tj.TurboConfig(key_bits=bits, value_bits=bits, block_kv=block, buffer_size=block)
+        cache = jax.eval_shape(
+            lambda config=config, sizes=(batch, 4096, 2, head_dim): tj.init_cache(
+                *sizes, config=config
+            )
+        )
+        query = jax.ShapeDtypeStruct((batch, tokens, 2, head_dim), jnp.bfloat16)
+        refusal = decode_mosaic.unsupported(
+            query=query, cache=cache, options=Options(True, scale=1.0)
+        )
+        if refusal is not None:
+            assert refusal.endswith(f"must be at most {_device.shared_memory()}"), refusal
+            refused.add((head_dim, bits, block, tokens))
+        assert decode_mosaic.default_launch(query, cache).cluster == 1 or capability >= 9
+    # A block of so many channels is more than an Ada holds for each of four warps.
+    of_one = {x[:3] for x in refused if x[3] == 1}
+    assert of_one == ({(256, 4, 128)} if capability == 8.9 else set())
+    assert capability == 8.9 or not refused
+
+
+@pytest.mark.parametrize("capability", [8.0, 8.9, 9.0, 10.0])
+@pytest.mark.parametrize("kv_dtype", ["turbo4", "fp8_e4m3", "int8", "k8v4", "turbo_k3v4", "auto"])
+def test_pages_fit_the_shared_memory(monkeypatch, capability, kv_dtype):
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: capability)
+    for head_dim, tokens, batch in itertools.product((64, 128, 256), (1, 8), (1, 32)):
+        cache = jax.eval_shape(
+            lambda head_dim=head_dim: tj.init_paged_cache(512, 16, 2, head_dim, kv_dtype=kv_dtype)
+        )
+        query = jax.ShapeDtypeStruct((batch, tokens, 4, head_dim), jnp.bfloat16)
+        tables = jax.ShapeDtypeStruct((batch, 256), jnp.int32)
+        options = Options(True, scale=1.0)
+        arguments = {"query": query, "cache": cache, "block_tables": tables, "options": options}
+        refusal = paged.unsupported(**arguments)
+        if capability == 8.0 and kv_dtype in ("fp8_e4m3", "k8v4"):
+            assert refusal == "needs compute capability 8.9 for 8-bit floats"
+            continue
+        assert refusal is None
+        launch = paged.default_launch(paged.call_of(query, cache, tables, options))
+        s = paged.fitting(paged.settings_of(query, cache, options, launch), head_dim)
+        assert s.copies_words == (capability < 9)
+        assert s.warps * s.warp_bytes(head_dim) <= _device.shared_memory()

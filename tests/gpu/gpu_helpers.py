@@ -9,8 +9,12 @@ import pytest
 
 import turbojax as tj
 from tests.attention.attention_helpers import EXACT, SAS_2, SAS_E
+from turbojax._device import needs_hopper
 from turbojax.caches.progressive.update import store_prompt
 
+on_hopper = pytest.mark.skipif(needs_hopper() is not None, reason=str(needs_hopper()))
+# Of implementations with a kernel, those that run here.
+KERNELS = ["triton", pytest.param("mosaic_gpu", marks=on_hopper)]
 MODES = ("int8", "int8_fp8", "fp8", "float")
 SOFTMAXES = {"exact": "exact", "sas": tj.SAS(), "sas-2": tj.SAS(base="2")}
 STATIC = ("scale", "local_window_size", "logits_soft_cap", "implementation", "return_residual")
@@ -34,13 +38,22 @@ def assert_near(got, want, dtype, relative, largest=0.03):
     assert np.abs(difference).max(initial=0) <= largest * max(1.0, np.abs(want[finite]).max())
 
 
+def assert_equal(got, want):
+    """To the bit. Not as bfloat16, whose NaN are not equal."""
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def assert_same_nan(got, want):
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+
+
 def both(call, *args, kernel="triton", **options):
     """The result of `kernel` twice, equal to the bit, and XLA's."""
     run = functools.partial(call, *args, return_residual=True, **options)
     first, second = run(implementation=kernel), run(implementation=kernel)
-    for a, b in zip(first, second, strict=True):
-        # Not as bfloat16, whose NaN are not equal.
-        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+    assert_equal(first, second)
     return first, run(implementation="xla")
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import turbojax as tj
 from tests.caches.cache_helpers import assert_same_bits
+from tests.gpu.gpu_helpers import KERNELS
 from turbojax import _device
 from turbojax.caches.progressive import append_mosaic, append_triton
 from turbojax.caches.progressive.update import store_prompt
@@ -17,15 +18,6 @@ from turbojax.numerics.rounding import quantize_scores_operand, quantize_values
 
 pytestmark = pytest.mark.gpu
 MODULES = {"triton": append_triton, "mosaic_gpu": append_mosaic}
-IMPLEMENTATIONS = [
-    "triton",
-    pytest.param(
-        "mosaic_gpu",
-        marks=pytest.mark.skipif(
-            _device.needs_hopper() is not None, reason=str(_device.needs_hopper())
-        ),
-    ),
-]
 
 FOUR_BITS = tj.TurboConfig()
 THREE_BITS = tj.TurboConfig(key_bits=3, value_bits=3)
@@ -76,7 +68,7 @@ def append_all(cache, key, value, implementation):
 
 
 @pytest.mark.quick(3)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_prompt_and_then_tokens(name, implementation):
     case = CASES[name]
@@ -92,7 +84,7 @@ def test_a_prompt_and_then_tokens(name, implementation):
 
 
 @pytest.mark.quick(3)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("name", CASES)
 def test_stage_1_operands(name, implementation):
     config, *rest = CASES[name]
@@ -119,7 +111,7 @@ def test_stage_1_operands(name, implementation):
         np.testing.assert_array_equal(scale, want_scale)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf], ids=str)
 def test_values_that_are_not_finite(bad, implementation):
     case = CASES["Llama-3-8B"]

@@ -16,11 +16,9 @@ from tests.attention.test_decode_extras import (
     decode,
     filled,
 )
-from turbojax._device import needs_hopper
+from tests.gpu.gpu_helpers import KERNELS, on_hopper
 
 pytestmark = pytest.mark.gpu
-on_hopper = pytest.mark.skipif(needs_hopper() is not None, reason=str(needs_hopper()))
-KERNELS = ["triton", pytest.param("mosaic_gpu", marks=on_hopper)]
 # Queries of a sequence, and options.
 CASES = {
     "sinks": (1, {"sinks": SINKS}),

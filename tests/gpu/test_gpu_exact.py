@@ -10,24 +10,18 @@ import pytest
 import turbojax as tj
 from tests import oracles
 from tests.attention.paged_helpers import equal, normal
-from turbojax._device import needs_hopper
+from tests.gpu.gpu_helpers import on_hopper
 from turbojax.attention.options import Options
 from turbojax.caches.exact import api
 from turbojax.caches.exact import cache as exact
 from turbojax.caches.paged import attend_pages
 from turbojax.caches.paged import pool as paged
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, on_hopper]
 
 STATIC = ("local_window_size", "logits_soft_cap", "implementation")
 decode = jax.jit(tj.decode, static_argnames=STATIC)
 LENGTHS = (3000, 2049, 700, 33, 1, 0)
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if (refusal := needs_hopper()) is not None:
-        pytest.skip(refusal)
 
 
 @functools.cache

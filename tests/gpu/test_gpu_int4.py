@@ -1,4 +1,4 @@
-"""`int4_matmul` and `fp8_tokens` compiled, against the oracle and the definition in XLA.
+"""`int4_matmul`, `grouped_matmul`, `fp8_tokens` compiled, against the oracle and the definition.
 
 What an implementation refuses is tested on the CPU.
 """
@@ -13,18 +13,23 @@ import pytest
 
 import turbojax as tj
 from pallas_kernels.triton import _e4m3
+from tests.matmul.experts_helpers import assert_equals_experts
+from tests.matmul.experts_helpers import operands as operands_of_experts
 from tests.matmul.int4_helpers import (
     assert_equals_oracle,
     random_epilogue,
+    random_floats,
     random_tokens,
     random_weight,
     stored_bias,
+    weight_of,
     wide,
 )
 from turbojax._device import needs_hopper
 from turbojax.matmul.fp8_tokens import quantize_activation, rms_norm_quantize
+from turbojax.matmul.grouped import mosaic_gpu
 from turbojax.matmul.int4.api import MATMUL, matmul
-from turbojax.matmul.int4.weight import BLOCK
+from turbojax.matmul.int4.weight import BLOCK, in_blocks
 from turbojax.quantizers import Fp8Tokens
 
 pytestmark = pytest.mark.gpu
@@ -73,23 +78,23 @@ def operands(case, dtype=jnp.bfloat16, seed=0):
     return tokens, weight, *random_epilogue(rng, count, weight, dtype)
 
 
-def run(implementation, tokens, weight, bias, residual, activation, precision=None):
+def run(implementation, tokens, weight, bias, residual, activation, **options):
     """By name; where the GPU is no Hopper perhaps a skip with the refusal."""
     [found] = [x for x in MATMUL.implementations if x.name == implementation]
-    options = {"activation": activation, "residual": residual}
-    rows = stored_bias(bias, weight)
-    refusal = found.unsupported(tokens=tokens, weight=weight, bias=rows, **options)
+    blocks = jax.eval_shape(in_blocks, weight)  # which is what implementations are given
+    rows, rest = stored_bias(bias, weight), {"residual": residual, "activation": activation}
+    refusal = found.unsupported(tokens=tokens, weight=blocks, bias=rows, **rest)
     if refusal is not None:
         assert needs_hopper() is not None, refusal
         pytest.skip(f"{implementation}: {refusal}")
-    call = compiled(implementation, activation, precision)
+    call = compiled(implementation, activation, **options)
     return call(tokens, weight, bias=bias, residual=residual)
 
 
 @functools.cache
-def compiled(implementation, activation, precision):
-    options = {"activation": activation, "precision": precision}
-    return jax.jit(functools.partial(matmul, implementation=implementation, **options))
+def compiled(implementation, activation, **options):
+    options |= {"implementation": implementation, "activation": activation}
+    return jax.jit(functools.partial(matmul, **options))
 
 
 def summed_together(implementation, tokens, weight, precision=None):
@@ -121,7 +126,7 @@ def test_bits_of_few_tokens(shape, scale_dtype):
     x = jnp.asarray(rng.normal(size=(64, shape[1])), jnp.bfloat16)
     tokens = quantize_activation(x)
     want = run("mosaic_gpu", tokens, weight, None, None, None)
-    call = compiled("mosaic_gpu", None, None)
+    call = compiled("mosaic_gpu", None)
     for count in (1, 5, 16, 17, 33):
         some = Fp8Tokens(tokens.codes[:count], tokens.scale[:count], tokens.dtype)
         for given in (some, x[:count]):
@@ -143,7 +148,7 @@ def test_precision(implementation, scale_dtype):
     arrays = (tokens, weight, jnp.asarray(-product, jnp.float32), None)
     lost = []
     for precision in (None, "highest"):
-        got = run(implementation, *arrays, None, precision)
+        got = run(implementation, *arrays, None, precision=precision)
         depth = summed_together(implementation, tokens, weight, precision)
         assert_equals_oracle(got, *arrays, None, depth)
         lost.append(np.linalg.norm(wide(got)))
@@ -173,13 +178,13 @@ def check(implementation, name, precision=None):
     depend on that, so that squares add up.
     """
     arrays, activation = operands(CASES[name]), CASES[name][2]
-    got = run(implementation, *arrays, activation, precision)
+    got = run(implementation, *arrays, activation, precision=precision)
     depth = summed_together(implementation, *arrays[:2], precision)
     want = assert_equals_oracle(got, *arrays, activation, depth)
     rounding = wide(jnp.asarray(want, jnp.float32).astype(got.dtype)) - want
     allowed = np.hypot(np.linalg.norm(rounding), SUMS * np.linalg.norm(want))
     assert np.linalg.norm(wide(got) - want) <= allowed
-    again = run(implementation, *arrays, activation, precision)
+    again = run(implementation, *arrays, activation, precision=precision)
     np.testing.assert_array_equal(wide(got), wide(again))
 
 
@@ -343,3 +348,167 @@ def test_integers_round_like_the_gpu():
     want = jax.lax.bitcast_convert_type(jax.jit(tj.quantizers.round_to_e4m3)(x), jnp.uint8)
     got = jax.jit(_e4m3.to_bits)(x)
     np.testing.assert_array_equal(got, want.astype(jnp.int32))
+
+
+# Tokens, outputs, inputs; scales, or zeros too; activation: around the tiles of both kernels.
+W4A16_CASES = {
+    "one token": ((1, 4096, 4096), "zeros", None),
+    "five tokens, gated": ((5, 75, 300), "zeros", "swiglu"),
+    "eight tokens": ((8, 200, 520), "e4m3", None),
+    "sixteen tokens, gated": ((16, 1408, 2048), "f16", "swiglu"),
+    "half a tile": ((3, 64, 96), "bf16", "silu"),
+    "many inputs": ((16, 320, 14336), "zeros", None),
+    "many outputs": ((2, 28672, 640), "zeros", "gelu"),
+    "seventeen tokens": ((17, 200, 300), "zeros", "gelu"),
+    "one tile": ((64, 512, 4096), "e4m3", "silu"),
+    "several tiles, gated": ((300, 704, 640), "zeros", "swiglu"),
+    "a tile and one token": ((129, 200, 300), "bf16", None),
+    "half a tile, many tokens": ((300, 64, 300), "zeros", None),
+    "many tokens": ((2049, 768, 1024), "zeros", None),
+}
+
+
+run_w4a16 = functools.partial(run, activations="bf16")
+
+
+@pytest.mark.quick(14)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("name", W4A16_CASES)
+def test_w4a16_equals_the_oracle(implementation, name, dtype):
+    """Near it, and twice the same bits."""
+    (count, out_size, in_size), kind, activation = W4A16_CASES[name]
+    rng = np.random.default_rng(0)
+    weight = weight_of(rng, out_size, in_size, kind, gated=activation == "swiglu")
+    x = random_floats(rng, count, in_size, dtype)
+    bias, residual = random_epilogue(rng, count, weight, dtype)
+    arrays = (x, weight, bias, residual, activation)
+    got = run_w4a16(implementation, *arrays)
+    assert_equals_oracle(got, *arrays)
+    np.testing.assert_array_equal(wide(got), wide(run_w4a16(implementation, *arrays)))
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("kind", ["zeros", "e4m3"])
+@pytest.mark.parametrize("count", [16, 512])
+def test_every_weight_of_w4a16_by_itself(implementation, kind, count):
+    """One hot tokens pick the weights out one by one: the order of inputs, and every value."""
+    weight = weight_of(np.random.default_rng(1), 128, 512, kind)
+    want = wide(tj.fireq.dequantize(weight).T.astype(jnp.float16))
+    tokens = jnp.eye(512, dtype=jnp.float16)
+    for first in range(0, 512, count):
+        some = slice(first, first + count)
+        got = run_w4a16(implementation, tokens[some], weight, None, None, None)
+        np.testing.assert_array_equal(wide(got), want[some])
+
+
+@pytest.mark.parametrize(
+    ("implementation", "group_size"),
+    [("triton", 32), ("triton", 64), ("triton", 256), ("mosaic_gpu", 256)],
+)
+def test_other_groups(implementation, group_size):
+    """Kernels for Hopper take those of 128 and more alone."""
+    rng = np.random.default_rng(2)
+    w = jnp.asarray(rng.normal(size=(200, 1024)), jnp.float32)
+    weight = tj.fireq.quantize_weight(w, group_size=group_size, scale_dtype="f16")
+    x = random_floats(rng, 9, 1024)
+    got = run_w4a16(implementation, x, weight, None, None, None)
+    assert_equals_oracle(got, x, weight, None, None, None)
+
+
+UNEVEN = [1, 0, 200, 33, 0, 8, 7, 64]
+# Rows, sizes of groups; outputs, inputs; what else. On Hopper tiles of 8 to 256 tokens.
+GROUPED_CASES = {
+    "one row": ((1, [0, 1, 0]), (64, 128), {}),
+    "few, odd sizes": ((23, [3, 0, 11, 1, 2]), (200, 300), {}),
+    "gated": ((61, [5, 0, 30, 9, 0, 16]), (384, 520), {"gated": True}),
+    "bf16": ((61, [5, 0, 30, 9, 0, 16]), (192, 520), {"scale_dtype": "bf16"}),
+    "float16, gated": ((70, [60, 10]), (75, 130), {"gated": True, "dtype": jnp.float16}),
+    "many experts": ((300, [3, 0, 1] * 60), (136, 256), {}),
+    "uneven": ((320, UNEVEN), (640, 1024), {}),
+    "uneven, gated": ((313, UNEVEN), (200, 640), {"gated": True}),
+    "all to one": ((300, [0, 300, 0, 0]), (512, 640), {}),
+    "many, gated": ((900, [500, 3, 297]), (320, 640), {"gated": True}),
+    "many, bf16": ((900, [500, 3, 297]), (130, 300), {"scale_dtype": "bf16"}),
+    "one expert": ((2049, [2000]), (768, 1024), {}),
+    "nobody": ((40, [0, 0]), (128, 256), {}),
+}
+
+
+def run_grouped(implementation, tokens, weight, sizes, bias, activation, precision=None):
+    if implementation == "mosaic_gpu" and needs_hopper() is not None:
+        pytest.skip(needs_hopper())
+    options = {"activation": activation, "precision": precision}
+    call = functools.partial(tj.fireq.grouped_matmul, implementation=implementation, **options)
+    return jax.jit(call)(tokens, weight, sizes, bias=bias)
+
+
+@pytest.mark.quick(7)
+@pytest.mark.parametrize("precision", [None, "highest"])
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("name", GROUPED_CASES)
+def test_each_expert_is_as_the_oracle(implementation, name, precision):
+    (rows, sizes), shape, options = GROUPED_CASES[name]
+    arrays = operands_of_experts(rows, sizes, *shape, **options)
+    weight = arrays[1]
+    activation = "swiglu" if weight.gated else "gelu"
+    got = run_grouped(implementation, *arrays, activation, precision)
+    depth = None
+    if implementation == "mosaic_gpu":
+        launch = mosaic_gpu.default_launch(rows, weight, is_precise=precision is not None)
+        depth = BLOCK if launch.is_two_level else weight.padded_shape[1]
+    assert_equals_experts(got, *arrays, activation, depth)
+    again = run_grouped(implementation, *arrays, activation, precision)
+    np.testing.assert_array_equal(wide(got), wide(again))
+
+
+@pytest.mark.parametrize("implementation", [*KERNELS, "xla"])
+@pytest.mark.parametrize("sizes", [[3, -1, 4], [30, 100, 140]])
+def test_sizes_that_are_not_valid(implementation, sizes):
+    tokens, weight, _, bias = operands_of_experts(200, [0, 0, 0], 200, 300)
+    got = run_grouped(implementation, tokens, weight, jnp.asarray(sizes), bias, None)
+    assert jnp.isnan(got).all()
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_what_is_not_finite_stays_with_its_token(implementation):
+    tokens, weight, sizes, _ = operands_of_experts(320, UNEVEN, 640, 1024)
+    clean = wide(run_grouped(implementation, tokens, weight, sizes, None, None))
+    scale = tokens.scale.at[jnp.array([5, 201, 319])].set(jnp.nan)
+    bad = tj.fireq.Fp8Tokens(tokens.codes, scale, tokens.dtype)
+    got = wide(run_grouped(implementation, bad, weight, sizes, None, None))
+    lost = np.isnan(got).all(axis=1)
+    assert np.flatnonzero(lost).tolist() == [5, 201]
+    np.testing.assert_array_equal(got[~lost], clean[~lost])
+
+
+def test_grouped_under_vmap():
+    """Each of several calls, with its own groups, as it would be alone."""
+    tokens, weight, *_ = operands_of_experts(24, [3, 10, 8], 200, 300)
+    sizes = jnp.array([[3, 10, 8], [24, 0, 0], [0, 1, 2]])
+    got = jax.jit(jax.vmap(tj.fireq.grouped_matmul, in_axes=(None, None, 0)))(tokens, weight, sizes)
+    alone = jax.jit(tj.fireq.grouped_matmul)
+    for out, size in zip(got, sizes, strict=True):
+        np.testing.assert_array_equal(wide(out), wide(alone(tokens, weight, size)))
+
+
+def test_the_layer():
+    """What None chooses as XLA has it, and its gradient."""
+    rng = np.random.default_rng(0)
+    shapes = [(256, 12), (12, 256, 136), (12, 256, 136), (12, 136, 256)]
+    kernels = [jnp.asarray(rng.normal(size=s) * s[-2] ** -0.5, jnp.float32) for s in shapes]
+    x = jnp.asarray(rng.normal(size=(3, 50, 256)), jnp.bfloat16)
+    found = []
+    for implementation in (None, "xla"):
+        layer = tj.flax.Int4Experts.from_kernels(
+            *kernels, top_k=3, normalize=True, implementation=implementation
+        )
+
+        def total(x, layer=layer):
+            y = layer(x)
+            return jnp.sum(y.astype(jnp.float32) ** 2), y
+
+        (_, y), d_x = jax.jit(jax.value_and_grad(total, has_aux=True))(x)
+        found.append((wide(y), wide(d_x)))
+    for got, want in zip(*found, strict=True):
+        assert np.linalg.norm(got - want) <= 0.02 * np.linalg.norm(want)

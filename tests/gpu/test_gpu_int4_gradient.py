@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 import turbojax as tj
+from tests.gpu.gpu_helpers import on_hopper
 from tests.matmul.int4_helpers import random_weight, wide
 from tests.oracles import int4 as oracle
-from turbojax._device import needs_hopper
 from turbojax.matmul.fp8_tokens import scale_quantize
 from turbojax.matmul.int4 import mosaic_operands
 from turbojax.matmul.int4.weight import scaled_values
 from turbojax.models import lora
 from turbojax.quantizers import quantize_tokens
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, on_hopper]
 
 # Tokens, outputs, inputs, activation: whole tiles and odd sizes, few tokens and many.
 CASES = {
@@ -30,12 +30,6 @@ CASES = {
     "many tokens, gated": (2049, 704, 640, "swiglu"),
     "an odd number of groups": (129, 192, 384, "gelu"),
 }
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if refusal := needs_hopper():
-        pytest.skip(refusal)
 
 
 @functools.lru_cache(maxsize=2)

@@ -1,4 +1,4 @@
-"""KV4 compiled on a GPU: the cache's bits, and the decode kernel against the float64 oracle."""
+"""KV4 and K8V4 compiled on a GPU: the cache's bits, and decoding against the float64 oracle."""
 
 import functools
 
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tests.attention.test_kv4_decode import (
-    OFFSET,
+    INIT,
+    KINDS,
     OPTIONS,
     SHAPES,
-    WEIGHT_UNIT,
-    assert_matches_oracle,
+    assert_matches,
     check_beyond_the_length,
     check_nan,
     decode,
@@ -21,23 +21,22 @@ from tests.attention.test_kv4_decode import (
     options_of,
     prefill,
 )
+from tests.caches import test_kv4_cache
 from tests.caches.test_kv4_cache import awkward, oracle_pack, oracle_quantize
-from tests.gpu.gpu_helpers import assert_near, both
+from tests.gpu.gpu_helpers import KERNELS, assert_equal, assert_near, both, on_hopper
 from turbojax._device import needs_hopper
 from turbojax.attention.options import Options
 from turbojax.caches.token_scaled import cache as kv4
 from turbojax.caches.token_scaled import mosaic_gpu
 
 pytestmark = pytest.mark.gpu
-# Of implementations, those that run here.
-on_hopper = pytest.mark.skipif(needs_hopper() is not None, reason=str(needs_hopper()))
-KERNELS = ["triton", pytest.param("mosaic_gpu", marks=on_hopper)]
 DEFAULT = "turbojax_kv4_decode" if needs_hopper() else "turbojax_paged_hopper"
 
-run = functools.partial(decode, implementation="triton")
-run_on_hopper = functools.partial(decode, implementation="mosaic_gpu")
-# Weights are rounded to bfloat16, to the nearest.
-matches = functools.partial(assert_matches_oracle, weight_unit=2.0**-8, call=run)
+
+def matches(kernel, query, cache, **options):
+    """Compiled, not as on a CPU interpreted."""
+    call = functools.partial(decode, implementation=kernel)
+    assert_matches(kernel, query, cache, call, **options)
 
 
 @pytest.mark.parametrize("dim", [8, 80, 128])
@@ -50,17 +49,24 @@ def test_codes_and_scales_to_the_bit(dim):
         np.testing.assert_array_equal(np.asarray(scale).astype(np.float64), want_scale)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_codes_and_scales_of_k8v4_to_the_bit(dtype):
+    test_kv4_cache.test_k8v4_codes_and_scales_to_the_bit(dtype)
+
+
+@KINDS
 @pytest.mark.parametrize("name", SHAPES)
-def test_kernel_equals_the_oracle(name):
+def test_kernel_equals_the_oracle(kind, name):
     lengths, kv_heads, dim, heads, count = SHAPES[name]
     query = normal(3, (len(lengths), count, heads, dim))
-    matches(query, filled(kv_heads, dim, lengths))
+    matches("triton", query, filled(kind, kv_heads, dim, lengths))
 
 
+@KINDS
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(name):
-    query, cache, options = options_of(name)
-    matches(query, cache, **options)
+def test_options(kind, name):
+    query, cache, options = options_of(kind, name)
+    matches("triton", query, cache, **options)
 
 
 # What the kernel for Hopper takes, by head dims of the above.
@@ -73,19 +79,18 @@ HOPPER = {
 
 
 @on_hopper
+@KINDS
 @pytest.mark.parametrize("name", HOPPER)
-def test_hopper_equals_the_oracle(name):
+def test_hopper_equals_the_oracle(kind, name):
     lengths, kv_heads, dim, heads, count = HOPPER[name]
     query = normal(3, (len(lengths), count, heads, dim))
-    cache = filled(kv_heads, dim, lengths)
-    given = WEIGHT_UNIT["mosaic_gpu"], run_on_hopper, OFFSET["mosaic_gpu"]
-    assert_matches_oracle(query, cache, *given)
+    matches("mosaic_gpu", query, filled(kind, kv_heads, dim, lengths))
 
 
 @on_hopper
 def test_no_launch_of_hopper_changes_a_bit():
     """Parts of one program, or blocks of many, joined by the merge: the same order."""
-    cache, query = filled(2, 128, (5000, 1, 0, 2048)), normal(3, (4, 1, 8, 128))
+    cache, query = filled("kv4", 2, 128, (5000, 1, 0, 2048)), normal(3, (4, 1, 8, 128))
     launch, ones = mosaic_gpu.default_launch(query, cache), jnp.ones(4, jnp.int32)
     assert launch.is_split
     want, *others = (
@@ -93,8 +98,7 @@ def test_no_launch_of_hopper_changes_a_bit():
         for x in (launch, launch._replace(is_split=False), launch._replace(stages=1))
     )
     for other in others:
-        for a, b in zip(other, want, strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_equal(other, want)
 
 
 # Lengths, KV heads, head dim, query heads and tokens: full sizes, against plain JAX.
@@ -114,11 +118,12 @@ CASES += [
 ]
 
 
+@KINDS
 @pytest.mark.parametrize(("name", "kernel"), CASES)
-def test_large_caches(name, kernel):
+def test_large_caches(kind, name, kernel):
     """Twice the same bits, and plain JAX's numbers but for weights rounded within 2**-8."""
     lengths, kv_heads, dim, heads, count = LARGE[name]
-    cache = filled(kv_heads, dim, lengths, jnp.bfloat16)
+    cache = filled(kind, kv_heads, dim, lengths, jnp.bfloat16)
     query = normal(4, (len(lengths), count, heads, dim), jnp.bfloat16)
     options = {"local_window_size": (1000, 0)} if "window" in name else {}
     got, want = both(decode, query, cache, kernel=kernel, **options)
@@ -126,24 +131,25 @@ def test_large_caches(name, kernel):
     assert_near(got[1], want[1], jnp.float32, 1e-5)
 
 
+@KINDS
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_is_not_finite_reaches_what_attends_to_it(kernel):
-    check_nan(functools.partial(decode, implementation=kernel), dim=64)
+def test_what_is_not_finite_reaches_what_attends_to_it(kind, kernel):
+    check_nan(kind, functools.partial(decode, implementation=kernel), dim=64)
 
 
+@KINDS
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_stands_beyond_the_length_is_not_seen(kernel):
-    check_beyond_the_length(functools.partial(decode, implementation=kernel), dim=64)
+def test_what_stands_beyond_the_length_is_not_seen(kind, kernel):
+    check_beyond_the_length(kind, functools.partial(decode, implementation=kernel), dim=64)
 
 
-def test_the_gpu_chooses_the_kernel():
-    text = decode.lower(normal(5, (1, 1, 4, 64)), filled(2, 64, (90,))).as_text()
-    assert DEFAULT in text
-    text = decode.lower(normal(5, (1, 1, 4, 80)), filled(2, 80, (90,))).as_text()
-    assert "turbojax_kv4_decode" in text
-
-
-INIT = {"kv4": kv4.init_cache, "k8v4": kv4.init_k8v4_cache}
+@pytest.mark.parametrize(
+    ("kind", "dim", "name"),
+    [("kv4", 64, DEFAULT), ("k8v4", 64, DEFAULT), ("kv4", 80, "turbojax_kv4_decode")],
+)
+def test_the_gpu_chooses_the_kernel(kind, dim, name):
+    text = decode.lower(normal(5, (1, 1, 4, dim)), filled(kind, 2, dim, (90,))).as_text()
+    assert name in text
 
 
 @on_hopper

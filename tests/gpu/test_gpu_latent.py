@@ -6,17 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.gpu.gpu_helpers import on_hopper
 from tests.models import latent_helpers as helpers
-from turbojax._device import needs_hopper
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    refusal = needs_hopper()
-    if refusal is not None:
-        pytest.skip(refusal)
+pytestmark = [pytest.mark.gpu, on_hopper]
 
 
 CASES = {

@@ -9,16 +9,20 @@ import pytest
 
 import turbojax as tj
 from benchmarks.shapes import MODELS
-from tests.gpu.gpu_helpers import SOFTMAXES, assert_near, decode, filled, normal
+from tests.gpu.gpu_helpers import (
+    SOFTMAXES,
+    assert_near,
+    assert_same_nan,
+    decode,
+    filled,
+    normal,
+    on_hopper,
+)
 from tests.gpu.gpu_helpers import both as both_kernels
-from turbojax._device import needs_hopper
 from turbojax.attention.options import Options
 from turbojax.caches.progressive import decode_mosaic
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(needs_hopper() is not None, reason=str(needs_hopper())),
-]
+pytestmark = [pytest.mark.gpu, on_hopper]
 
 
 def both(*args, **options):
@@ -186,8 +190,7 @@ def test_nan_reaches_what_it_reaches_in_the_definition(softmax, tokens):
             value=dataclasses.replace(value, buffer_scale=value.buffer_scale.at[1, 1].set(jnp.nan)),
         )
         got, want = both(query, cache, **options)
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_array_equal(jnp.isnan(a), jnp.isnan(b))
+        assert_same_nan(got, want)
 
 
 def test_under_vmap_and_scan():

@@ -13,17 +13,13 @@ import pytest
 import turbojax as tj
 from tests.attention.attention_helpers import EXACT, FLOAT, SAS_E, tensors
 from tests.gpu.gpu_helpers import EIGHT_BIT_MODES as MODES
-from tests.gpu.gpu_helpers import error
+from tests.gpu.gpu_helpers import assert_same_nan, error, on_hopper
 from tests.grids import pairwise
-from turbojax import _device
 from turbojax.attention.optional_arrays import Extras
 from turbojax.attention.options import Options
 from turbojax.attention.turbo import gradient_reference, mosaic_gpu, mosaic_gradient, reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(_device.needs_hopper() is not None, reason=str(_device.needs_hopper())),
-]
+pytestmark = [pytest.mark.gpu, on_hopper]
 
 BATCH, TOKENS, SIZE, HEADS, KV_HEADS = 3, 330, 410, 4, 2
 OPTIONS = {
@@ -168,6 +164,18 @@ def test_gradients_equal_the_definition(case):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2.0**-8 * of_rows)
 
 
+def results(call, *arrays, d_out=None):
+    """Output and gradients; of the cosine of the output, if no cotangent is given."""
+    out, pull = jax.vjp(call, *arrays)
+    return out, *pull(jnp.cos(out) if d_out is None else d_out)
+
+
+def assert_alike(got, want, unit):
+    for x, y in zip(got, want, strict=True):
+        x, y = (np.asarray(a, np.float64).ravel() for a in (x, y))
+        assert np.linalg.norm(x - y) <= unit * np.linalg.norm(y)
+
+
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -185,12 +193,9 @@ def test_packed_sequences_are_those_by_themselves(mode, head_dim):
     )
     d_out = jnp.asarray(np.random.default_rng(9).normal(size=q.shape), q.dtype)
     segments = {"query_segment_ids": packed, "key_value_segment_ids": packed}
-    out, pull = jax.vjp(functools.partial(call, **segments), q, k, v)
-    apart = [x.reshape(4, 128, *x.shape[2:]) for x in (q, k, v, d_out)]
-    want, pull_apart = jax.vjp(call, *apart[:3])
-    for x, y in zip((out, *pull(d_out)), (want, *pull_apart(apart[3])), strict=True):
-        x, y = (np.asarray(a, np.float64).ravel() for a in (x, y))
-        assert np.linalg.norm(x - y) <= 2.0**-8 * np.linalg.norm(y)
+    got = results(functools.partial(call, **segments), q, k, v, d_out=d_out)
+    *apart, d_apart = (x.reshape(4, 128, *x.shape[2:]) for x in (q, k, v, d_out))
+    assert_alike(got, results(call, *apart, d_out=d_apart), 2.0**-8)
 
 
 @pytest.mark.quick(3)
@@ -206,16 +211,14 @@ def test_bounds_say_what_segments_say(mode):
         local_window_size=(300, 0),
         implementation="mosaic_gpu",
     )
-    results = []
-    for given in (
-        {"query_segment_ids": packed, "key_value_segment_ids": packed},
-        {"key_bounds": tj.bounds.segments(packed)},
-    ):
-        out, pull = jax.vjp(functools.partial(call, **given), q, k, v)
-        results.append((out, *pull(jnp.cos(out))))
-    for x, y in zip(*results, strict=True):
-        x, y = (np.asarray(a, np.float64).ravel() for a in (x, y))
-        assert np.linalg.norm(x - y) <= 2.0**-10 * np.linalg.norm(y)
+    got, want = (
+        results(functools.partial(call, **given), q, k, v)
+        for given in (
+            {"query_segment_ids": packed, "key_value_segment_ids": packed},
+            {"key_bounds": tj.bounds.segments(packed)},
+        )
+    )
+    assert_alike(got, want, 2.0**-10)
 
 
 @pytest.mark.quick(3)
@@ -238,17 +241,15 @@ def test_a_bias_says_what_bounds_say(mode, kind, tokens):
         config=tj.TurboConfig(mode=mode, softmax=EXACT, gradient="8bit"),
         implementation="mosaic_gpu",
     )
-    results = []
-    for given in (
-        {"bias": jnp.where(hides, -jnp.inf, 0).astype(jnp.bfloat16)},
-        {"key_bounds": (jnp.zeros_like(end), end)},
-    ):
-        out, pull = jax.vjp(functools.partial(call, **given), q, k, v)
-        results.append((out, *pull(jnp.cos(out))))
+    got, want = (
+        results(functools.partial(call, **given), q, k, v)
+        for given in (
+            {"bias": jnp.where(hides, -jnp.inf, 0).astype(jnp.bfloat16)},
+            {"key_bounds": (jnp.zeros_like(end), end)},
+        )
+    )
     # With a bias tiles are smaller, and e4m3 rounds weights relative to other maxima.
-    for x, y in zip(*results, strict=True):
-        x, y = (np.asarray(a, np.float64).ravel() for a in (x, y))
-        assert np.linalg.norm(x - y) <= 2.0**-4 * np.linalg.norm(y)
+    assert_alike(got, want, 2.0**-4)
 
 
 @pytest.mark.quick(2)
@@ -263,6 +264,5 @@ def test_nan_of_a_bias_stays_in_its_rows(mode, kind):
     config = tj.TurboConfig(mode=mode, softmax=EXACT)
     static = {"config": config, "options": options, "extras": Extras(bias=bias)}
     got, want = mosaic_gpu.attention(*arrays, **static), reference.attention(*arrays, **static)
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_array_equal(np.isnan(x), np.isnan(y))
+    assert_same_nan(got, want)
     assert 0 < np.isnan(want[1]).sum() < np.asarray(want[1]).size

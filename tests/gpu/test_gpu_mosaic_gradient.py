@@ -13,14 +13,11 @@ import pytest
 
 import turbojax as tj
 from tests.attention.attention_helpers import EXACT, SAS_E, tensors
-from turbojax import _device
+from tests.gpu.gpu_helpers import on_hopper
 from turbojax.attention.options import Options
 from turbojax.attention.turbo import gradient_reference, mosaic_gradient, reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(_device.needs_hopper() is not None, reason=str(_device.needs_hopper())),
-]
+pytestmark = [pytest.mark.gpu, on_hopper]
 
 MODES = ("int8", "int8_fp8", "fp8")
 # Tokens, keys, heads, KV heads, head dim; options; lengths of three queries and keys.

@@ -15,12 +15,16 @@ from tests.caches.paged_append_helpers import (
     TABLES,
     as_bits,
     assert_stores_the_same,
+    check_format,
+    check_lost,
+    check_ragged,
     compiled,
     integers,
     new,
     strange,
     tokens,
 )
+from tests.gpu.gpu_helpers import KERNELS, on_hopper
 from turbojax import polar
 from turbojax._device import needs_hopper
 from turbojax.caches.paged import formats
@@ -32,10 +36,8 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 FORMATS = ("auto", "fp8_e4m3", "fp8_e5m2")
 
 
-@pytest.fixture(params=["triton", "mosaic_gpu"])
+@pytest.fixture(params=KERNELS)
 def implementation(request):
-    if request.param == "mosaic_gpu" and (refusal := needs_hopper()):
-        pytest.skip(f"mosaic_gpu: {refusal}")
     return request.param
 
 
@@ -49,34 +51,23 @@ def same(implementation):
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_ragged_tokens(same, page_size, head_dim, dtype):
-    cache = new(head_dim, dtype, page_size)
-    before, count = integers(page_size - 2, 0, 3), integers(21, 5, 0)
-    cache = same(cache, *tokens(21, head_dim, dtype), TABLES, before, new_lengths=count)
-    given = {"new_lengths": integers(1, 0, 1)}
-    same(cache, *tokens(1, head_dim, dtype, seed=1), TABLES, before + count, **given)
+    check_ragged(same, head_dim, dtype, page_size)
 
 
 @pytest.mark.quick(7)
 @pytest.mark.parametrize("kv_dtype", MIXES)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(16, jnp.float32), (128, jnp.bfloat16)])
 def test_every_number_of_bits(same, head_dim, dtype, kv_dtype):
-    cache = new(head_dim, dtype, kv_dtype=kv_dtype)
-    x = tokens(21, head_dim, dtype, seed=2)
-    cache = same(cache, *x, TABLES, integers(14, 0, 3), new_lengths=integers(21, 5, 0))
-    same(cache, *strange(head_dim, dtype), TABLES, integers(1, 0, 0))
+    check_format(same, kv_dtype, head_dim, dtype)
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 @pytest.mark.parametrize(("head_dim", "dtype"), list(zip((16, 128, 256), DTYPES, strict=True)))
+@on_hopper
 def test_formats_without_codes(head_dim, dtype, kv_dtype):
     """On Hopper alone they have a kernel."""
-    if refusal := needs_hopper():
-        pytest.skip(refusal)
     same = functools.partial(assert_stores_the_same, run=compiled("mosaic_gpu"))
-    cache = new(head_dim, dtype, kv_dtype=kv_dtype)
-    x = tokens(21, head_dim, dtype, seed=2)
-    cache = same(cache, *x, TABLES, integers(14, 0, 3), new_lengths=integers(21, 5, 0))
-    same(cache, *strange(head_dim, dtype), TABLES, integers(1, 0, 0))
+    check_format(same, kv_dtype, head_dim, dtype)
 
 
 @pytest.mark.quick(5)
@@ -127,45 +118,33 @@ def test_full_sizes(same, batch, count, heads, head_dim, dtype):
 
 
 def test_what_has_no_place_is_lost(same):
-    cache = new(128, jnp.bfloat16)
-    tables = jnp.asarray(TABLES).at[0, 1].set(-1).at[1, 0].set(99)
-    x = tokens(30, 128, jnp.bfloat16, seed=5)
-    for lengths in ((10, 0, 40), (60, -5, 2**31 - 9)):
-        assert int(same(cache, *x, tables, integers(*lengths)).lost) > 0
+    check_lost(same)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_codec_gives_a_cpus_bits(head_dim, dtype):
+def assert_a_cpus_bits(encode, *arrays):
     """Roots and quotients are approximate on a GPU, what is stored is not."""
     try:
         [cpu, *_] = jax.local_devices(backend="cpu")
     except RuntimeError as error:
         pytest.skip(str(error))
-    rotation = polar.rotation(head_dim, 1)
-    x = tokens(500, head_dim, dtype)[0]
-    got = jax.jit(polar.encode)(x, rotation)
+    got = jax.jit(encode)(*arrays)
     with jax.default_device(cpu):
-        want = jax.jit(polar.encode)(*jax.device_get((x, rotation)))
+        want = jax.jit(encode)(*jax.device_get(arrays))
     bits = functools.partial(jax.tree.map, as_bits)
     assert_same_bits(bits(got), bits(jax.device_put(want, jax.devices()[0])))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_codec_gives_a_cpus_bits(head_dim, dtype):
+    x = tokens(500, head_dim, dtype)[0]
+    assert_a_cpus_bits(polar.encode, x, polar.rotation(head_dim, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_has_a_cpus_bits(dtype):
-    """Though a GPU's quotients are approximate."""
-    try:
-        [cpu, *_] = jax.local_devices(backend="cpu")
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    x = jnp.concatenate(
-        [tokens(500, 80, dtype)[0].reshape(-1, 80), strange(80, dtype)[0].reshape(-1, 80)]
-    )
-    got = jax.jit(formats.to_int8)(x)
-    with jax.default_device(cpu):
-        want = jax.jit(formats.to_int8)(jax.device_get(x))
-    bits = functools.partial(jax.tree.map, as_bits)
-    assert_same_bits(bits(got), bits(jax.device_put(want, jax.devices()[0])))
+    given = tokens(500, 80, dtype)[0], strange(80, dtype)[0]
+    assert_a_cpus_bits(formats.to_int8, jnp.concatenate([x.reshape(-1, 80) for x in given]))
 
 
 def test_donated_memory_is_reused(implementation):

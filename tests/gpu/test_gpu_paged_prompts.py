@@ -26,18 +26,10 @@ from tests.attention.paged_prompt_helpers import (
     large,
     mosaic,
 )
-from tests.gpu.gpu_helpers import assert_near
+from tests.gpu.gpu_helpers import assert_near, on_hopper
 from tests.grids import pairwise
-from turbojax._device import needs_hopper
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    refusal = needs_hopper()
-    if refusal is not None:
-        pytest.skip(refusal)
+pytestmark = [pytest.mark.gpu, on_hopper]
 
 
 SIXTEEN = (jnp.bfloat16, jnp.float16)

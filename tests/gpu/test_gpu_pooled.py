@@ -24,6 +24,7 @@ from tests.attention.pooled_helpers import (
     plain,
     plain_gradient,
 )
+from tests.gpu.gpu_helpers import assert_equal
 from turbojax._device import needs_hopper
 from turbojax.attention.pooled.api import FORWARD
 from turbojax.attention.pooled.static import PooledOptions
@@ -197,8 +198,7 @@ def test_repetition_gives_the_same_bits(implementation):
     arrays = operands(case, jnp.bfloat16, 128)
     need(implementation, arrays[0], case)
     first, second = (run(implementation, case, *arrays) for _ in range(2))
-    for a, b in zip(first, second, strict=True):
-        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+    assert_equal(first, second)
 
 
 @pytest.mark.quick(1)
@@ -225,8 +225,7 @@ def test_padding_changes_nothing(implementation):
         )
     )
     got = run(implementation, case, q, k, v, levels, d_out, d_residual)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+    assert_equal(got, want)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -263,8 +262,7 @@ def test_cotangents_of_what_sees_nothing_are_not_looked_at(implementation):
     assert blind.any()
     d_out = jnp.where(blind[..., None], jnp.asarray(jnp.nan, d_out.dtype), d_out)
     got = run(implementation, case, *arrays, d_out, jnp.where(blind, jnp.nan, d_residual))
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+    assert_equal(got, want)
     for x in (got[0], got[2]):
         assert not np.asarray(x[blind].astype(jnp.float32)).any()
 
@@ -295,8 +293,7 @@ def test_nan_in_skipped_blocks_has_no_gradient(implementation, position):
     arrays[3] = arrays[3].at[:, :, :, 1].set(0)
     want = run(implementation, case, *arrays)
     arrays[position] = arrays[position].at[:, 70, 0].set(jnp.nan)
-    for a, b in zip(run(implementation, case, *arrays), want, strict=True):
-        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+    assert_equal(run(implementation, case, *arrays), want)
 
 
 @pytest.mark.quick(2)

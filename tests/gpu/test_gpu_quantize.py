@@ -11,21 +11,12 @@ import turbojax as tj
 from pallas_kernels.mosaic.hopper import quantize
 from pallas_kernels.mosaic.hopper.gradient import rows
 from pallas_kernels.triton import gradient_rows
-from tests.gpu.gpu_helpers import normal
-from tests.kernels.gradient_rows_helpers import CASES, check, expected, tensors
-from turbojax import _device
+from tests.gpu.gpu_helpers import normal, on_hopper
+from tests.kernels.test_gradient_rows import CASES, check_rows
 from turbojax.attention.turbo import operands
 
 pytestmark = pytest.mark.gpu
-KERNELS = [
-    "triton",
-    pytest.param(
-        "hopper",
-        marks=pytest.mark.skipif(
-            _device.needs_hopper() is not None, reason=str(_device.needs_hopper())
-        ),
-    ),
-]
+KERNELS = ["triton", pytest.param("hopper", marks=on_hopper)]
 
 
 @pytest.mark.quick(5)
@@ -74,25 +65,12 @@ def test_kernels_and_plain_jax_give_the_same_bits(monkeypatch, mode, head_dim, d
 @pytest.mark.parametrize("case", CASES)
 def test_rows_of_the_gradient(case, dtypes, kernels):
     prepare_rows = {"triton": gradient_rows, "hopper": rows}[kernels].prepare_rows
-    arrays = tensors(case)
     _, block, tokens, _ = CASES[case]
-    call = functools.partial(
-        prepare_rows,
-        block=block,
-        query_dtype=dtypes[0],
-        gradient_dtype=dtypes[1],
-        tokens=tokens,
-    )
-    got = jax.jit(call)(*arrays)
-    check(got, expected(case, arrays, *dtypes))
-    arrays[0][0, 5, 0, 3] = np.nan
-    arrays[1][0, np.argmax(arrays[3][0, :, 0] > -np.inf), 0, 7] = np.inf
-    got = jax.jit(call)(*arrays)
-    check(got, expected(case, arrays, *dtypes))
-    assert np.isnan(got.q_scale).sum() == 1
+    options = {"block": block, "query_dtype": dtypes[0], "gradient_dtype": dtypes[1]}
+    check_rows(jax.jit(functools.partial(prepare_rows, tokens=tokens, **options)), case, dtypes)
 
 
-@pytest.mark.skipif(_device.needs_hopper() is not None, reason=str(_device.needs_hopper()))
+@on_hopper
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_several_at_once_under_vmap(dtype):
     x = normal(4, (3, 2, 200, 2, 64))

@@ -9,8 +9,7 @@ import pytest
 
 import turbojax as tj
 from tests.caches.cache_helpers import assert_same_bits
-from tests.gpu.gpu_helpers import assert_near, normal
-from turbojax._device import needs_hopper
+from tests.gpu.gpu_helpers import KERNELS, assert_equal, assert_near, normal, on_hopper
 from turbojax.attention.options import Options
 from turbojax.caches.progressive import decode_mosaic
 from turbojax.caches.progressive.update import store_prompt
@@ -28,8 +27,6 @@ CONFIGS = {
     "mixed": tj.TurboConfig(num_low_bit_key_heads=4, num_low_bit_value_heads=3, buffer_size=64),
     "all of two blocks": tj.TurboConfig(flush="all", key_bits=2),
 }
-on_hopper = pytest.mark.skipif(needs_hopper() is not None, reason=str(needs_hopper()))
-KERNELS = ["triton", pytest.param("mosaic_gpu", marks=on_hopper)]
 
 
 def tokens(count, seed):
@@ -84,8 +81,7 @@ def test_kernels_attend_as_to_a_cache_that_holds_all_tokens(name, kernel, querie
         return jax.jit(decode)(query, filled(name, window))
 
     want = run(None, "xla")
-    for x, y in zip(run(SIDES, "xla"), want, strict=True):
-        np.testing.assert_array_equal(x.astype(jnp.float32), y.astype(jnp.float32))
+    assert_equal(run(SIDES, "xla"), want)
     got = run(SIDES, kernel)
     assert_near(got[0], want[0], jnp.bfloat16, 1e-4)
     assert_near(got[1], want[1], jnp.float32, 1e-5)
@@ -101,8 +97,7 @@ def test_where_blocks_lie_changes_no_bit():
         decode_mosaic.decode(query, filled("4 bits", w), one, options=options, launch=launch)
         for w in (SIDES, None)
     )
-    for x, y in zip(ring, whole, strict=True):
-        np.testing.assert_array_equal(x.astype(jnp.float32), y.astype(jnp.float32))
+    assert_equal(ring, whole)
 
 
 @pytest.mark.parametrize("init", [kv4.init_cache, kv4.init_k8v4_cache], ids=["kv4", "k8v4"])

@@ -6,17 +6,13 @@ import numpy as np
 import pytest
 
 import turbojax as tj
-from tests.gpu.gpu_helpers import decode, filled, normal
+from tests.gpu.gpu_helpers import decode, filled, normal, on_hopper
 from turbojax import fireq
-from turbojax._device import needs_hopper
 from turbojax.caches.paged import mosaic_gpu as paged
 from turbojax.caches.progressive import decode_mosaic
 from turbojax.caches.token_scaled import mosaic_gpu as kv4
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(needs_hopper() is not None, reason=str(needs_hopper())),
-]
+pytestmark = [pytest.mark.gpu, on_hopper]
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """`implementation="jax_triton"` without a GPU: refusals, imports, and what reaches the launcher.
 
-The kernel itself runs in `test_gpu_jax_triton.py`. Here a stand-in for `jax_triton.triton_call`
-computes, in float64 numpy, what the launcher asks the kernel for: the adapter and the launcher are
-then held to the reference, and layouts, units and masks with them.
+The kernel itself runs in `test_gpu_mosaic_attention.py`. Here a stand-in for
+`jax_triton.triton_call` computes, in float64 numpy, what the launcher asks the kernel for: the
+adapter and the launcher are then held to the reference, and layouts, units and masks with them.
 """
 
 import ast

@@ -11,6 +11,7 @@ import pytest
 import turbojax as tj
 from pallas_kernels.mosaic import block as blocks
 from pallas_kernels.mosaic import eight_bits
+from pallas_kernels.mosaic import quantize as of_rows
 from pallas_kernels.mosaic.hopper import quantize
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import lanes as oracle
@@ -209,3 +210,96 @@ def test_what_is_left_to_the_kernels_for_triton(monkeypatch, head_dim, block, wo
     assert words in quantize.unsupported(x, block)
     blocks = {"block_q": block, "block_kv": block, "buffer_size": block}
     assert "mosaic_gpu" not in lowered(monkeypatch, x, mode="int8", **blocks)
+
+
+HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+@pytest.fixture
+def lanes(monkeypatch):
+    for module in (of_rows, eight_bits):
+        monkeypatch.setattr(module, "lane", warp)
+    for name in ("Int", "Pointer"):
+        monkeypatch.setattr(of_rows, name, getattr(warp, name))
+
+
+def unswizzled(codes, channels):
+    """``[rows, channels]`` of bytes whose rows are interleaved by 16 as the hardware does it."""
+    rows = codes.reshape(-1, channels)
+    units = rows.reshape(len(rows), -1, 16)
+    row = np.arange(len(rows))[:, None]
+    turn = row % 8 if channels == 128 else row // 2 % 4
+    return units[row, np.arange(channels // 16)[None] ^ turn].reshape(rows.shape)
+
+
+def run_tile(x, count, tile):
+    """Codes ``[rows, channels]`` and scales ``[rows / 64]``."""
+    raw = np.ascontiguousarray(x).view(np.uint8).ravel()
+    codes = np.zeros(tile.rows * tile.channels, np.uint8)
+    source, target = warp.Pointer(raw), warp.Pointer(codes)
+    threads = [warp.Int(32 * w + warp.LANES) for w in range(4)]
+    scales = []
+    for thread in threads:
+        of_rows.clear(source, thread, warp.integer(count), tile)
+    groups = tile.block // 64
+    for i in range(tile.rows // 64):
+        first = i // groups * groups
+        bits = max(
+            int(of_rows.largest(source, thread, first + j, tile).value.max())
+            for j in range(groups)
+            for thread in threads
+        )
+        scale = of_rows.scale_of(warp.integer(bits), tile)
+        scales.append(scale.value[0])
+        for thread in threads:
+            of_rows.write(source, target, thread, i, scale, tile)
+    codes = unswizzled(codes, tile.channels)
+    return codes.view(np.int8 if tile.is_int8 else ml_dtypes.float8_e4m3fn), np.array(scales)
+
+
+def values_of_rows(case, shape, dtype, rng):
+    x = rng.normal(size=shape) * 2.0 ** rng.integers(-9, 9)
+    if case == "ties":  # a scale of few bits, and quotients that are halves of it
+        x = rng.integers(-238, 239, shape) * 1.5
+        x[::64, 0] = 119 * 3
+    elif case == "tiny":
+        x = rng.normal(size=shape) * (1e-39 if dtype == "bfloat16" else 1e-7)
+    elif case == "zero":
+        x = np.zeros(shape)
+    return x.astype(HALVES[dtype])
+
+
+@pytest.mark.quick(3, slow=0)
+@pytest.mark.usefixtures("lanes")
+@pytest.mark.parametrize("case", ["normal", "ties", "tiny", "zero"])
+@pytest.mark.parametrize("is_int8", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "channels", "block", "dtype"),
+    [(128, 128, 64, "bfloat16"), (128, 64, 128, "float16"), (192, 64, 64, "bfloat16")],
+)
+def test_codes_of_rows_are_exact(case, is_int8, rows, channels, block, dtype):
+    tile = of_rows.Tile(rows, channels, block, dtype, is_int8)
+    rng = np.random.default_rng(rows + channels)
+    for count in (rows, 70, 0):
+        x = values_of_rows(case, (rows, channels), dtype, rng)
+        known = np.where(np.arange(rows)[:, None] < count, x, x.dtype.type(0))
+        codes, scales = run_tile(x.copy(), count, tile)
+        oracle = quantizers.quantize_int8 if is_int8 else quantizers.quantize_fp8
+        want, want_scales = oracle(known.reshape(-1, block, channels), axis=(1, 2))
+        np.testing.assert_array_equal(scales, np.repeat(want_scales, block // 64))
+        want = np.asarray(want).reshape(codes.shape)
+        np.testing.assert_array_equal(codes.astype(np.float32), want.astype(np.float32))
+
+
+@pytest.mark.quick(3, slow=0)
+@pytest.mark.usefixtures("lanes")
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("is_int8", [True, False])
+@pytest.mark.parametrize("dtype", list(HALVES))
+def test_what_is_not_finite_marks_its_rows(bad, is_int8, dtype):
+    x = np.ones((128, 128), HALVES[dtype])
+    x[90, 3] = bad
+    _, scales = run_tile(x, 128, of_rows.Tile(128, 128, 64, dtype, is_int8))
+    assert np.isnan(scales).tolist() == [False, True]
+    _, scales = run_tile(x, 90, of_rows.Tile(128, 128, 64, dtype, is_int8))
+    assert not np.isnan(scales).any()

@@ -14,9 +14,9 @@ from pallas_kernels.mosaic import eight_bits, stage2
 from pallas_kernels.mosaic.hopper import append, compress, quantize
 from tests.caches.cache_helpers import assert_same_bits
 from tests.kernels.kernel_helpers import lower_for_cuda
+from tests.kernels.test_triton_cache import int32, litter
 from tests.oracles import lanes as oracle
 from tests.oracles import warp
-from turbojax import _device
 from turbojax._device import interpret_kernels
 from turbojax.attention.turbo import operands
 from turbojax.caches import cache_by_name
@@ -80,20 +80,8 @@ def tokens(case, count, seed=0, heads=HEADS):
     return tuple(jnp.asarray(rng.normal(size=shape) * loud + shift, dtype) for _ in range(2))
 
 
-def litter(side, rng):
-    """The side of an empty cache with anything in its blocks."""
-    names = ("codes", "channel_scale", "channel_zero", "block_scale")
-    given = {name: getattr(side, name) for name in names}
-    anything = jax.tree.map(lambda x: jnp.asarray(rng.integers(1, 99, x.shape), x.dtype), given)
-    return dataclasses.replace(side, **anything)
-
-
 store_xla = jax.jit(functools.partial(store_prompt, implementation="xla"))
 append_xla = jax.jit(functools.partial(tj.append, implementation="xla"))
-
-
-def int32(*values):
-    return jnp.array(values, jnp.int32)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -288,9 +276,8 @@ def test_scales_of_tokens():
 @pytest.mark.parametrize("bits", [(4, 4), (3, 2)])
 @pytest.mark.parametrize("mode", ["int8", "int8_fp8", "fp8"])
 @pytest.mark.parametrize(("dim", "block"), [(128, 64), (256, 128), (80, 16)])
-def test_it_lowers(monkeypatch, mode, bits, dim, block):
+def test_it_lowers(hopper, mode, bits, dim, block):
     """One launch for both sides, and one for values in e4m3; in place."""
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
     options = {"key_bits": bits[0], "value_bits": bits[1], "num_low_bit_key_heads": 1}
     config = tj.TurboConfig(mode=mode, block_kv=block, first_tokens=0, **options)
     cache = jax.eval_shape(lambda: tj.init_cache(2, 512, 2, dim, config=config))
@@ -307,9 +294,8 @@ def test_it_lowers(monkeypatch, mode, bits, dim, block):
 
 
 @pytest.mark.parametrize(("count", "is_a_kernel"), [(1, True), (3, False)])
-def test_beside_attention_that_is_named(monkeypatch, count, is_a_kernel):
+def test_beside_attention_that_is_named(hopper, count, is_a_kernel):
     """A layer that asks for it by name may append several tokens, which is plain JAX."""
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
     case = CASES["4 bits"]
     cache = jax.eval_shape(lambda: new(case))
     x = jax.ShapeDtypeStruct((BATCH, count, HEADS, 128), jnp.bfloat16)

@@ -21,8 +21,9 @@ from pallas_kernels.mosaic.hopper.decode import types as few_types
 from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Shape, SparseExponential
 from pallas_kernels.mosaic.hopper.decode_rows import block, kernel, operands
 from tests.gpu.gpu_helpers import SOFTMAXES, filled, normal
+from tests.oracles import programs as emulated
 from tests.oracles import warp
-from tests.oracles.turns import Turns
+from tests.oracles.programs import Turns
 from turbojax.caches import cache_by_name
 
 
@@ -286,65 +287,23 @@ def test_every_code_scale_and_zero_is_exact(here, bits):
 # Whole programs -----------------------------------------------------------------------------------
 
 
-class Copies:
-    """The copy engine, whose copies are done at once, and its barriers."""
-
-    def __init__(self, turns):
-        self._turns, self._missing, self._phases = turns, {}, {}
-
-    def expect(self, barrier, size):
-        for lane in np.flatnonzero(warp.STATE.active[-1]):
-            self._missing[barrier.offset[lane]] = int(warp._signed(size)[0])
-
-    def copy(self, source, target, size, barrier):
-        count = int(warp._signed(size)[0])
-        for lane in np.flatnonzero(warp.STATE.active[-1]):
-            source_at, target_at = source.offset[lane], target.offset[lane]
-            assert source_at % 16 == target_at % 16 == count % 16 == 0
-            found = source.memory[source_at:][:count]
-            assert len(found) == count, "a copy past the end"
-            target.memory[target_at:][:count] = found
-            at = barrier.offset[lane]
-            self._missing[at] -= count
-            if self._missing[at] == 0:
-                self._phases[at] = self._phases.get(at, 0) + 1
-
-    def wait(self, barrier, parity):
-        at, parity = barrier.offset[0], int(parity.value[0])
-        self._turns.until(lambda: self._phases.get(at, 0) & 1 != parity)
-
-
 @pytest.fixture
 def programs(here, monkeypatch):
-    """What a program needs beside a warp's arithmetic."""
-    for module in (few_frame, few_frame):
+    """Runs a program of warps."""
+    for module in (few_frame,):
         monkeypatch.setattr(module, "lane", warp)
     choose = types.SimpleNamespace(choose=lambda c, a, b: a if c.value.all() else b)
     monkeypatch.setattr(few_frame, "Pointer", choose)
 
     def run(a, ids, s):
-        area = np.full(s.warps * s.warp_bytes(a.head_dim), 0x7F, np.uint8)
-        barriers = np.zeros(8 * s.warps * s.stages, np.uint8)
-        smem = warp.Pointer(area), warp.Pointer(barriers)
+        area = s.warps * s.warp_bytes(a.head_dim)
 
-        def body():
+        def body(_, shared):
+            smem = shared, shared.at(warp.integer(area))
             kernel._program(a, [warp.integer(x) for x in ids], smem, s)
 
-        turns = Turns([body] * s.warps)
-        copies = Copies(turns)
-        there = {
-            "thread": lambda: warp.Int(warp.LANES + 32 * turns.number),
-            "block_barrier": lambda: turns.barrier("all", s.warps),
-            "named_barrier": lambda n, count: turns.barrier(int(n.value[0]), count // 32),
-            "init_barrier": lambda *_: None,
-            "publish_barriers": lambda: None,
-            "expect_bytes": copies.expect,
-            "copy": copies.copy,
-            "wait": copies.wait,
-        }
-        for name, f in there.items():
-            monkeypatch.setattr(warp, name, f, raising=False)
-        turns.run()
+        sizes = {"warps": s.warps, "shared": area + 8 * s.warps * s.stages}
+        emulated.run(monkeypatch, body, programs=1, **sizes)
 
     return run
 

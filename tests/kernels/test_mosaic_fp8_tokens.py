@@ -13,7 +13,6 @@ from tests.caches.test_fp8_tokens import EPS, activations, assert_same_bits, bit
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import lanes
-from turbojax import _device
 from turbojax.matmul.fp8_tokens import (
     mosaic_gpu,
     quantize_activation,
@@ -123,8 +122,7 @@ def test_zeros_and_limits(quantize):
         ),
     ],
 )
-def test_it_lowers(monkeypatch, channels, dtype, tokens, norm_dtype):
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+def test_it_lowers(hopper, channels, dtype, tokens, norm_dtype):
     x = jax.ShapeDtypeStruct((tokens, channels), dtype)
     call, given = quantize_activation, (x,)
     if norm_dtype is not None:
@@ -134,14 +132,12 @@ def test_it_lowers(monkeypatch, channels, dtype, tokens, norm_dtype):
     assert "custom_call @mosaic_gpu" in lower_for_cuda(call, *given)
 
 
-def test_it_lowers_under_vmap(monkeypatch):
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+def test_it_lowers_under_vmap(hopper):
     x = jax.ShapeDtypeStruct((3, 5, 256), jnp.bfloat16)
     assert "custom_call @mosaic_gpu" in lower_for_cuda(jax.vmap(quantize_activation), x)
 
 
-def test_too_many_channels_are_refused(monkeypatch):
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+def test_too_many_channels_are_refused(hopper):
     x = jax.ShapeDtypeStruct((1, 2**15 + 8), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="32776 channels must be at most 32768"):
         jax.eval_shape(functools.partial(quantize_activation, implementation="mosaic_gpu"), x)

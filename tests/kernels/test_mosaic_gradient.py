@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import turbojax as tj
-from pallas_kernels.mosaic import softmax
+from pallas_kernels.mosaic import bias as biases
 from pallas_kernels.mosaic.hopper.gradient import elementwise, tiles
 from tests.attention.attention_helpers import EXACT, MODES
 from tests.grids import pairwise
+from tests.kernels import test_mosaic_bias as lanes_of_biases
 from tests.kernels.kernel_helpers import OFFSETS, SEGMENTS, extras_of, lower_for_cuda
-from tests.oracles import warp
-from tests.oracles.fragments import fragments
+from tests.oracles.fragments import accumulator
 from turbojax import _device
 from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
@@ -34,11 +34,6 @@ FEATURES = {
     "soft cap": Options(True, scale=0.1, logits_soft_cap=5.0),
     "negative scale": Options(False, scale=-0.2),
 }
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
 
 
 def refusal(config, head_dim=64, dtype=jnp.bfloat16, extras=()):
@@ -250,35 +245,31 @@ def test_nan_of_a_query_that_sees_no_key_does_not_reach_the_kernels():
 # Tiles -------------------------------------------------------------------------------------------
 
 
-class accumulator(fragments):
-    """Columns as a product leaves them; of words of halves the numbers."""
+HIDDEN = [
+    (left, right, cap, slope, hides)
+    for left, right, cap, slope in (
+        (None, 0, None, 0.1), (20, 5, 3.0, None), (7, None, None, None), (None, None, 2.0, 0.3),
+    )
+    for hides in ("segments", "bounds")
+]  # fmt: skip
+HIDDEN += [
+    (None, None, cap, 0.1, bias)
+    for cap in (None, 2.0)
+    for bias in (("full", "bfloat16"), ("row", "float32"))
+]
 
-    carrier = staticmethod(lambda x: x)
 
-    @classmethod
-    def _token(cls, c):
-        return 8 * (c // 2) + 2 * cls.T + c % 2
-
-    @classmethod
-    def half_words(cls, rows, dtype):
-        return cls.of_rows(rows)
-
-
-@pytest.mark.parametrize("hides", ["segments", "bounds"])
 @pytest.mark.parametrize("rows_are_keys", [False, True])
-@pytest.mark.parametrize(
-    ("left", "right", "cap", "slope"),
-    [(None, 0, None, 0.1), (20, 5, 3.0, None), (7, None, None, None), (None, None, 2.0, 0.3)],
-)
+@pytest.mark.parametrize(("left", "right", "cap", "slope", "hides"), HIDDEN)
 def test_weights_and_score_gradients(monkeypatch, rows_are_keys, left, right, cap, slope, hides):
-    """Of a tile in which segments or bounds, ends and a window hide pairs, against float64."""
-    barrier = types.SimpleNamespace(optimization_barrier=lambda x: x)
-    fakes = {"lane": warp, "fragments": accumulator, "mgpu": barrier}
-    for name, fake in (fakes | {"Float": warp.Float, "Int": warp.Int}).items():
-        monkeypatch.setattr(elementwise, name, fake)
-    monkeypatch.setattr(softmax, "lane", warp)
+    """Of a tile whose pairs segments, bounds or a bias hide, ends and a window, against float64.
+
+    NaN under a bias of -inf reaches nothing.
+    """
+    lanes_of_biases.patch(monkeypatch, accumulator)
     rng, shape = np.random.default_rng(0), (16, 64)
-    distance, stop, factor = 9, 50, 0.4
+    has_bias = isinstance(hides, tuple)
+    distance, stop, factor = -56 if has_bias else 9, 50, 0.4
     scores, products = (rng.normal(size=shape).astype(np.float32) * 3 for _ in range(2))
     ids = [rng.integers(0, 2, n) for n in shape]
     queries = shape[rows_are_keys]
@@ -293,18 +284,36 @@ def test_weights_and_score_gradients(monkeypatch, rows_are_keys, left, right, ca
     first = 70  # the tile's first key
     starts = first + rng.integers(-20, 40, queries)
     ends = starts + rng.integers(0, 60, queries)
+    bias, words, static_bias = 0.0, (), None
     if hides == "bounds":
         own = [x if rows_are_keys else of_rows(x) for x in (starts, ends)]
         limits = *of_tile, *own, np.int32(first)
+    if has_bias:
+        limits, query, key = of_tile, 8, 64
+        x = lanes_of_biases.a_bias(*hides)
+        bias = lanes_of_biases.of_pairs(x, query, key, *(shape[::-1] if rows_are_keys else shape))
+        bias = bias.T if rows_are_keys else bias
+        scores[np.isneginf(bias)] = products[np.isneginf(bias)] = np.nan
+        f = biases._in_pairs
+        if rows_are_keys:
+            f = biases._of_two_keys if x.shape[2] == 1 else biases._in_columns
+        loaded, static_bias = lanes_of_biases.load(f, x, query, key)
+        words = (loaded,)
     s = types.SimpleNamespace(left=left, right=right, soft_cap=cap, approximate_tanh=False)
     static = {"dtype": "bfloat16", "rows_are_keys": rows_are_keys, "s": s}
     linear = () if slope is None else (np.float32(slope), np.int32(distance))
     unit = np.float32(factor if cap is not None else factor * np.log2(np.e))
-    given = (scores, of_queries[0], unit, *linear, *limits)
-    p, *rest = elementwise._weigh(*given, is_linear=bool(linear), **static)
+    given = (scores, of_queries[0], unit, *linear, *words, *limits)
+    p, *rest = elementwise._weigh(*given, is_linear=bool(linear), bias=static_bias, **static)
     slopes = rest[:1] if cap is not None else []
     given = (p, products, of_queries[1], np.float32(factor), *slopes, *limits)
-    d = elementwise._gradients(*given, **static)
+    d = elementwise._gradients(*given, has_bias=has_bias, **static)
+    added = None
+    if has_bias and not rows_are_keys:
+        before = np.full(shape, 0.25, np.float32)
+        of_queries[0][5] = np.inf  # a query that sees nothing
+        given = (before, p, products, *of_queries[::-1], np.float32(factor), np.float32(0.5))
+        added = elementwise._add_gradients(*given, *limits, s=s)
 
     row, column = np.indices(shape)
     query, key = (column, row) if rows_are_keys else (row, column)
@@ -313,17 +322,23 @@ def test_weights_and_score_gradients(monkeypatch, rows_are_keys, left, right, ca
     if hides == "bounds":
         start, end = (x if rows_are_keys else x[:, None] for x in (starts, ends))
         seen = (start <= first + key) & (first + key < end)
+    elif has_bias:
+        seen = ~np.isneginf(bias)
     seen &= column < stop
     seen &= (left is None) | (key >= query - (left or 0))
     seen &= (right is None) | (key <= query + (right or 0))
-    x, bend = scores * np.float64(factor), 1.0
-    if cap is not None:
-        bend = 1 - np.tanh(x) ** 2
-        x = cap * np.tanh(x)
-    x = x * np.log2(np.e) - (slope or 0) * np.abs(query - key)
+    assert (0.5 if has_bias else 0) < seen.mean() < (0.9 if has_bias else 0.5)
     lse, delta = (x if rows_are_keys else x[:, None] for x in (lse, delta))
-    want = np.where(seen, np.exp2(x - lse), 0)
-    assert 0 < seen.mean() < 0.5
+    with np.errstate(all="ignore"):
+        x, bend = scores * np.float64(factor), 1.0
+        if cap is not None:
+            bend, x = 1 - np.tanh(x) ** 2, cap * np.tanh(x)
+        x = (x + bias) * np.log2(np.e) - (slope or 0) * np.abs(query - key)
+        want = np.where(seen, np.exp2(x - lse), 0)
+        whole = np.where(seen, want * (factor * products.astype(np.float64) - delta), 0)
     np.testing.assert_allclose(p, want, rtol=1e-4, atol=1e-6)
-    want = want * (factor * products.astype(np.float64) - delta) * bend
-    np.testing.assert_allclose(d, want, rtol=1e-4, atol=1e-4)
+    rtol = 2e-4 if has_bias else 1e-4
+    np.testing.assert_allclose(d, whole * np.where(seen, bend, 1), rtol=rtol, atol=1e-4)
+    if added is not None:  # before the cap's derivative
+        whole[5] = 0
+        np.testing.assert_allclose(added, 0.25 + 0.5 * whole, rtol=2e-4, atol=1e-4)

@@ -1,6 +1,6 @@
 """`implementation="mosaic_gpu"` of `grouped_matmul` without a GPU: work, launches, lowering.
 
-What it computes is checked on a GPU, in `test_gpu_grouped.py`.
+What it computes is checked on a GPU, in `test_gpu_int4.py`.
 """
 
 import functools
@@ -13,35 +13,24 @@ import pytest
 
 from pallas_kernels.mosaic.hopper.matmul import epilogue, grouped
 from tests.kernels.kernel_helpers import lower_for_cuda
+from tests.matmul.int4_helpers import abstract_weight
 from tests.oracles import warp
 from turbojax import _device
 from turbojax.matmul.grouped import mosaic_gpu
 from turbojax.matmul.grouped.api import GROUPED_MATMUL
 from turbojax.matmul.grouped.tiles import cut
-from turbojax.matmul.int4 import weight as int4
-from turbojax.quantizers import Fp8Tokens, Int4Weight
+from turbojax.quantizers import Fp8Tokens
 
-KINDS = {"e4m3": jnp.float8_e4m3fn, "bf16": jnp.bfloat16, "f16": jnp.float16}
+KINDS = ("e4m3", "bf16", "f16")
 
 
-def specification(
-    rows, experts, outputs, inputs, scales="e4m3", gated=False, dtype=jnp.bfloat16, group_size=128
-):
+def specification(rows, experts, outputs, inputs, scales="e4m3", *, dtype=jnp.bfloat16, **weight):
     """Tokens, a stack of weights, sizes and biases that are shapes alone."""
-    stored, size = int4.stored_rows(outputs, gated), int4.stored_inputs(inputs, group_size)
-    shape = jax.ShapeDtypeStruct
-    weight = Int4Weight(
-        shape((experts, stored // 64, size // 128, 64, 64), jnp.uint8),
-        shape((experts, stored // 64, size // group_size, 64), KINDS[scales]),
-        shape((experts, stored), jnp.float32),
-        out_size=outputs,
-        in_size=inputs,
-        group_size=group_size,
-        gated=gated,
-    )
-    codes = shape((rows, inputs), jnp.float8_e4m3fn)
-    tokens = Fp8Tokens(codes, shape((rows,), jnp.bfloat16), np.dtype(dtype))
-    return tokens, weight, shape((experts,), jnp.int32), weight.output_scale
+    of = jax.ShapeDtypeStruct
+    weight = abstract_weight(outputs, inputs, scales, experts=(experts,), **weight)
+    codes, scale = of((rows, inputs), jnp.float8_e4m3fn), of((rows,), jnp.bfloat16)
+    tokens = Fp8Tokens(codes, scale, np.dtype(dtype))
+    return tokens, weight, of((experts,), jnp.int32), weight.output_scale
 
 
 def test_choice_and_refusals(monkeypatch):

@@ -15,49 +15,25 @@ import pytest
 
 import turbojax as tj
 from pallas_kernels.mosaic.hopper.matmul import int4 as int4_kernel
+from pallas_kernels.mosaic.hopper.matmul import int4_many
 from pallas_kernels.mosaic.products import int4 as int4_operand
+from pallas_kernels.mosaic.ring import WARPGROUPS
 from tests.kernels.kernel_helpers import lower_for_cuda
-from tests.matmul.int4_helpers import random_tokens, wide
+from tests.matmul.int4_helpers import random_tokens, specification, wide
 from tests.oracles import int4 as oracle
 from turbojax import _device
 from turbojax.matmul.int4 import matmul, mosaic_gpu, mosaic_operands
 from turbojax.matmul.int4 import weight as int4
 from turbojax.matmul.int4.api import MATMUL
-from turbojax.quantizers import Fp8Tokens, Int4Weight
 
 ROWS = (1, 7, 8, 9, 16, 33, 64, 65, 128, 129, 256, 257, 1000, 2048, 4097)
 SHARED_BYTES = 227 * 1024
-
-
-def specification(
-    rows, outputs, inputs, scales="e4m3", gated=False, dtype=jnp.bfloat16, group_size=128
-):
-    """Tokens and a weight that are shapes alone."""
-    stored, size = int4.stored_rows(outputs, gated), int4.stored_inputs(inputs, group_size)
-    kind = {"e4m3": jnp.float8_e4m3fn, "bf16": jnp.bfloat16, "f16": jnp.float16}[scales]
-    weight = Int4Weight(
-        jax.ShapeDtypeStruct((stored // 64, size // 128, 64, 64), jnp.uint8),
-        jax.ShapeDtypeStruct((stored // 64, size // group_size, 64), kind),
-        jax.ShapeDtypeStruct((stored,), jnp.float32),
-        out_size=outputs,
-        in_size=inputs,
-        group_size=group_size,
-        gated=gated,
-    )
-    codes = jax.ShapeDtypeStruct((rows, inputs), jnp.float8_e4m3fn)
-    scale = jax.ShapeDtypeStruct((rows,), jnp.bfloat16)
-    return Fp8Tokens(codes, scale, np.dtype(dtype)), weight
 
 
 def arguments(*shape, **options):
     tokens, weight = specification(*shape, **options)
     rest = dict.fromkeys(("bias", "residual", "activation"))
     return {"tokens": tokens, "weight": weight, **rest}
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
 
 
 # What is refused, and how it is launched ----------------------------------------------------------
@@ -469,3 +445,72 @@ def test_the_matrix_unit_by_hand():
     np.testing.assert_array_equal(got, [[256 + 2.0**-5, 256]])
     lost = np.abs(got - codes @ values.T)
     assert (lost <= oracle.matrix_unit_error(codes, values, 64)).all()
+
+
+MANY = "turbojax_int4_matmul_many_hopper"
+# Tokens, weight rows, inputs; tokens of a tile; activation.
+MANY_LOWERED = [
+    (304, 1088, 640, 256, "swiglu"),
+    (72, 64, 128, 128, "gelu"),
+    (1000, 640, 1024, 192, None),
+]
+
+
+def settings_of(tile, activation, stages, is_full=True):
+    swizzle = 64 if activation in ("swiglu", "geglu") else 128
+    epilogue = int4_many.Epilogue(activation, is_full, is_full, "bfloat16", swizzle)
+    return int4_many.Settings(epilogue, tile, stages)
+
+
+def lowered(tokens, rows, inputs, tile, activation, stages=3):
+    """The text that a call with everything lowers to."""
+    settings = settings_of(tile, activation, stages)
+    columns = max(rows // (2 if activation == "swiglu" else 1), settings.columns)
+    shape = jax.ShapeDtypeStruct
+    arrays = [
+        shape((rows // 64, inputs // 128, 64, 64), jnp.uint8),
+        shape((rows // 64, inputs // 128, 64), jnp.float8_e4m3fn),
+        shape((128, 16), jnp.uint8),
+        shape((tokens, inputs), jnp.float8_e4m3fn),
+        shape((tokens,), jnp.bfloat16),
+        shape((rows,), jnp.float32),
+        shape((rows,), jnp.float32),
+        shape((tokens, columns), jnp.bfloat16),
+    ]
+
+    def call(*arrays):
+        return int4_many.int4_matmul(*arrays, columns=columns, settings=settings)
+
+    return lower_for_cuda(call, *arrays)
+
+
+@pytest.mark.quick(first=1)
+@pytest.mark.parametrize("case", MANY_LOWERED)
+def test_many_tokens_lower_for_cuda(case):
+    assert MANY in lowered(*case)
+
+
+def test_counts_its_shared_memory():
+    """As many stages as `shared_bytes` allows lower; the lowering counts them too."""
+    fits = [n for n in range(1, 20) if settings_of(128, "gelu", n).shared_bytes <= SHARED_BYTES]
+    assert MANY in lowered(*MANY_LOWERED[1], stages=fits[-1])
+    with pytest.raises(ValueError, match="shared memory"):
+        lowered(*MANY_LOWERED[1], stages=fits[-1] + 1)
+
+
+def test_registers_are_those_that_there_are():
+    """A kernel that asks for more than its threads have at the start waits forever."""
+    own, copies = int4_many.REGISTERS
+    given = 65536 // (128 * (WARPGROUPS + 1)) // 8 * 8
+    assert WARPGROUPS * own + copies <= (WARPGROUPS + 1) * given
+    assert own % 8 == copies % 8 == 0
+
+
+def test_refuses_fewer_outputs_than_a_tile():
+    settings = settings_of(128, None, 3, is_full=False)
+    codes, scales = jnp.zeros((1, 1, 64, 64), jnp.uint8), jnp.zeros((1, 1, 64), jnp.float8_e4m3fn)
+    tables = jnp.zeros((128, 16), jnp.uint8)
+    x, token_scales = jnp.zeros((72, 128), jnp.float8_e4m3fn), jnp.zeros(72, jnp.bfloat16)
+    arrays = (codes, scales, tables, x, token_scales, jnp.zeros(64, jnp.float32), None, None)
+    with pytest.raises(ValueError, match="columns=64 must be at least 128"):
+        int4_many.int4_matmul(*arrays, columns=64, settings=settings)

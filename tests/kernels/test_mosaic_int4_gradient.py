@@ -14,8 +14,7 @@ import pytest
 from pallas_kernels.mosaic import block
 from pallas_kernels.mosaic.products import int4 as operand
 from tests.kernels.kernel_helpers import lower_for_cuda
-from tests.kernels.test_mosaic_int4 import hopper as hopper
-from tests.kernels.test_mosaic_int4 import specification
+from tests.matmul.int4_helpers import specification
 from tests.oracles import int4 as oracle
 from tests.oracles import warp
 from turbojax.matmul.int4 import matmul, mosaic_gradient, mosaic_operands

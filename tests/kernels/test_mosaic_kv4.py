@@ -1,7 +1,7 @@
 """KV4 and K8V4 for Hopper, on a CPU: refusals, lowering, and what a warp computes.
 
 A warp's arithmetic runs on arrays of 32 lanes (`oracles.warp`); copies, barriers and the real
-matrix unit are checked on a GPU, in `test_gpu_kv4.py` and `test_gpu_k8v4.py`.
+matrix unit are checked on a GPU, in `test_gpu_kv4.py`.
 """
 
 import dataclasses
@@ -15,19 +15,20 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mosaic import warp as frame
+from pallas_kernels.mosaic.hopper import kv4_append
 from pallas_kernels.mosaic.hopper.paged import floats, inputs, kernel, scaled
-from tests.attention import test_kv4_decode
-from tests.attention.test_kv4_decode import normal
-from tests.caches import test_k8v4
+from tests.attention.test_kv4_decode import INIT, assert_matches, filled, normal
+from tests.caches.cache_helpers import assert_same_bits
+from tests.caches.test_kv4_cache import awkward
 from tests.kernels.kernel_helpers import lower_for_cuda
+from tests.oracles import lanes as emulated
 from tests.oracles import warp
 from turbojax import _device
 from turbojax.attention.options import Options
+from turbojax.caches.token_scaled import append_mosaic, mosaic_gpu
 from turbojax.caches.token_scaled import cache as kv4
-from turbojax.caches.token_scaled import mosaic_gpu
 from turbojax.quantizers import quantize_fp8
 
-KINDS = {"kv4": kv4.init_cache, "k8v4": kv4.init_k8v4_cache}
 SHARED_BYTES = 227 * 1024
 LOG2_E = np.log2(np.e)
 
@@ -36,7 +37,7 @@ LOG2_E = np.log2(np.e)
 
 
 def specification(kind, *, batch=2, tokens=1, heads=8, head_dim=128, room=4000):
-    cache = jax.eval_shape(lambda: KINDS[kind](batch, room, 2, head_dim))
+    cache = jax.eval_shape(lambda: INIT[kind](batch, room, 2, head_dim))
     return jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), jnp.bfloat16), cache
 
 
@@ -63,7 +64,7 @@ def test_it_lowers(kind, shape, window):
     assert "turbojax_paged_hopper" in lower_for_cuda(jax.jit(call), query, cache, lengths)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INIT)
 def test_refusals_name_value_and_requirement(kind, monkeypatch):
     assert "needs an NVIDIA GPU of compute capability 8.0, 8.9, 9.0 or 10.0" in refusal(kind)
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 8.0)
@@ -74,7 +75,7 @@ def test_refusals_name_value_and_requirement(kind, monkeypatch):
     assert refusal(kind, tokens=17) == "68 queries of a KV head must be at most 64"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INIT)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("shape", [{}, {"tokens": 16}, {"batch": 16, "room": 2**15}])
 def test_what_is_in_flight_fits_shared_memory(kind, head_dim, shape):
@@ -174,15 +175,8 @@ def matches(lane, kind, query, cache, block=64, **options):
         out, lse = attend(lane, query, cache, block=block, real=query_seq_lengths, **options)
         return jnp.asarray(out, query.dtype), jnp.asarray(lse)
 
-    if kind == "kv4":
-        test_kv4_decode.assert_matches_oracle(query, cache, 2.0**-21, call=call, **options)
-    else:
-        test_k8v4.assert_matches("mosaic_gpu", query, cache, call=call, **options)
-
-
-def filled(kind, *arguments, **options):
-    module = test_kv4_decode if kind == "kv4" else test_k8v4
-    return module.filled(*arguments, **options)
+    offset = 0 if kind == "kv4" else None
+    assert_matches("mosaic_gpu", query, cache, call=call, offset=offset, **options)
 
 
 @pytest.mark.quick(2, slow=0)
@@ -203,7 +197,7 @@ def test_a_warp_attends_as_the_definition_says(lanes, kind, head_dim, block, dty
 
 
 @pytest.mark.quick(3, slow=0)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INIT)
 @pytest.mark.parametrize(
     "options",
     [
@@ -222,14 +216,14 @@ def test_a_ring_is_read_as_a_cache_that_holds_all(lanes):
     x, made = [normal(i, (1, 300, 1, 64)) for i in (8, 9)], []
     for window in (None, (40, 0)):
         empty = kv4.init_cache(1, 300, 1, 64, dtype=jnp.float32, local_window_size=window)
-        cache = test_kv4_decode.append(empty, *x)
+        cache = jax.jit(kv4.append)(empty, *x)
         made.append(attend(lanes, normal(10, (1, 2, 2, 64)), cache, local_window_size=(40, 0)))
     for a, b in zip(*made, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.quick(1, slow=0)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INIT)
 def test_not_finite_and_what_is_not_seen(lanes, kind):
     query, clean = normal(5, (1, 2, 2, 64)), filled(kind, 1, 64, (41,), room=40)
     beyond = (jnp.arange(clean.key_scale.shape[2]) >= 41)[None, None]
@@ -294,3 +288,120 @@ def test_queries_have_the_codes_of_the_definition(lanes, dtype):
     )
     sums = want[0, 0].astype(np.float64).sum(-1)[t]
     np.testing.assert_allclose(loaded.start[0][0].value, sums * -8 * 2.0**-24, rtol=1e-6)
+
+
+xla = functools.partial(kv4.append, implementation="xla")
+
+
+def of_size(seed, shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * 3, dtype)
+
+
+@pytest.fixture
+def append(monkeypatch):
+    """`kv4.append` by the kernel, emulated; the first warp, which writes lengths, runs last."""
+    emulated.patch(monkeypatch, kv4_append, frame)
+    update = functools.partial(emulated.update, backwards=True)
+    monkeypatch.setattr(kv4_append.lanes, "update", update)
+    monkeypatch.setattr(warp, "block_barrier", lambda: None, raising=False)
+    monkeypatch.setattr(append_mosaic, "needs_mosaic", lambda: None)
+    return functools.partial(kv4.append, implementation="mosaic_gpu")
+
+
+@pytest.mark.quick(slow=1)
+@pytest.mark.parametrize("kind", INIT)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_ragged_tokens_have_the_bits_of_the_definition(append, kind, dtype):
+    """Token by token, several, many; some are left out."""
+    cache = want = INIT[kind](3, 60, 2, 40, dtype=dtype)
+    # Of 13 tokens a sequence has 52 vectors, of 17 more than a program takes.
+    for i, lengths in enumerate(([1, 0, 1], [13, 4, 0], [17, 30, 1])):
+        shape = (3, (1, 13, 30)[i], 2, 40)
+        x = of_size(2 * i, shape, dtype), of_size(2 * i + 1, shape, dtype)
+        counts = jnp.asarray(lengths, jnp.int32)
+        cache, want = (f(c, *x, lengths=counts) for f, c in ((append, cache), (xla, want)))
+        assert_same_bits(cache, want)
+    assert cache.lengths.tolist() == [31, 34, 2]
+
+
+@pytest.mark.quick(1, slow=0)
+@pytest.mark.parametrize("kind", INIT)
+@pytest.mark.parametrize("dim", [8, 128, 264])
+def test_vectors_that_are_hard_to_round(append, kind, dim):
+    x = jnp.asarray(awkward(dim))[:, None, None]
+    new = INIT[kind](len(x), 4, 1, dim, dtype=jnp.float32)
+    got, want = (f(new, x, x[::-1]) for f in (append, xla))
+    # Bits of NaN may differ.
+    got, want = (
+        [np.asarray(y).astype(np.float64) for y in jax.tree.leaves(cache)] for cache in (got, want)
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_what_has_no_room_is_left_out_and_told(append, tokens):
+    x = of_size(5, (2, tokens, 2, 16))
+    full = kv4.init_cache(2, 10, 2, 16, dtype=jnp.float32)
+    full = xla(full, x[:, :1], x[:, :1])
+    calls = [jax.jit(f) for f in (append, xla)]
+    for lengths in ([3, 1], [-1, 99], [tokens, 0]):
+        counts = jnp.asarray(lengths, jnp.int32)
+        got, full = (f(full, x, x, lengths=counts) for f in calls)
+        assert_same_bits(got, full)
+    assert full.overflowed.tolist() == [tokens > 6, True]
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("tokens", [150, 13])
+def test_rings(append, tokens):
+    """Of 128 rows more are written than there are, or they are taken in turn."""
+    new = functools.partial(kv4.init_cache, 1, 400, 2, 16, dtype=jnp.float32)
+    cache = want = new(local_window_size=(100, 0))
+    assert cache.is_ring
+    for i, count in enumerate((120, tokens)):
+        x = of_size(2 * i, (1, count, 2, 16)), of_size(2 * i + 1, (1, count, 2, 16))
+        cache, want = append(cache, *x), xla(want, *x)
+        assert_same_bits(cache, want)
+
+
+def test_what_is_refused_and_chosen():
+    cache = kv4.init_cache(1, 10, 2, 16, dtype=jnp.float32)
+    x = of_size(6, (1, 1, 2, 16))
+    with pytest.raises(NotImplementedError, match=r"mosaic_gpu.*compute capability 8\.0, 8\.9"):
+        kv4.append(cache, x, x, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="has no implementation='triton'"):
+        kv4.append(cache, x, x, implementation="triton")
+    # What attends by another name still appends.
+    assert kv4.APPEND.beside("triton") is None
+    assert append_mosaic.append_unsupported(cache=cache, key=x[:, :0]) == (
+        "key.shape=(1, 0, 2, 16) is empty"
+    )
+
+
+@pytest.mark.quick(first=2)
+@pytest.mark.parametrize(
+    ("kind", "tokens", "head_dim", "dtype"),
+    [
+        ("kv4", 1, 128, jnp.bfloat16),
+        ("k8v4", 256, 128, jnp.bfloat16),
+        ("kv4", 300, 80, jnp.float32),
+        ("k8v4", 4, 264, jnp.float16),
+    ],
+)
+def test_append_lowers_in_place(kind, tokens, head_dim, dtype):
+    cache = jax.eval_shape(lambda: INIT[kind](4, 400, 8, head_dim, dtype=dtype))
+    x = jax.ShapeDtypeStruct((4, tokens, 8, head_dim), dtype)
+    text = lower_for_cuda(append_mosaic.append, cache, x, x, jax.ShapeDtypeStruct((4,), jnp.int32))
+    assert "mosaic_gpu" in text
+    assert text.count("output_operand_alias<") == (6 if tokens < 5 else 4)
+
+
+def test_it_lowers_under_vmap():
+    """Of stacked layers, one after the other."""
+    cache = jax.eval_shape(lambda: kv4.init_cache(2, 200, 2, 64))
+    x = jax.ShapeDtypeStruct((2, 1, 2, 64), jnp.bfloat16)
+    one = cache, x, x, jax.ShapeDtypeStruct((2,), jnp.int32)
+    many = jax.tree.map(lambda y: jax.ShapeDtypeStruct((3, *y.shape), y.dtype), one)
+    assert "mosaic_gpu" in lower_for_cuda(jax.vmap(append_mosaic.append), *many)

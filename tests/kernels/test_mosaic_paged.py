@@ -4,6 +4,7 @@ A warp's arithmetic runs on arrays of 32 lanes (`oracles.warp`); copies, barrier
 matrix unit are checked on a GPU, in `test_gpu_paged.py`.
 """
 
+import dataclasses
 import functools
 import types
 
@@ -22,19 +23,31 @@ from pallas_kernels.mosaic.hopper.paged import (
     int8,
     integers,
     kernel,
+    merge,
     rotation,
     turbo4,
     unpack,
 )
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
-from tests.kernels.mosaic_paged_helpers import MIXED, STORED_BITS, mixed_block, norms_of, stored
 from tests.oracles import warp
-from turbojax import _device, polar
+from turbojax import polar
 from turbojax.attention.options import Options
-from turbojax.caches.paged import mosaic_gpu
+from turbojax.caches.paged import checks, mosaic_gpu
 from turbojax.caches.paged.pool import init_paged_cache
 
+# Bits of keys and of values, each stored in its own way; 8 of e4m3, or "int8".
+INT8 = "int8"
+MIXED = {
+    "k8v4": (8, 4),
+    "int8": (INT8, INT8),
+    "int8_v4": (INT8, 4),
+    "turbo_k3v2": (3, 2),
+    "turbo_k2v3": (2, 3),
+    "turbo_k4v2": (4, 2),
+}
+# Turbo4 as well, as other head dims have it.
+STORED_BITS = {**MIXED, "turbo_k4v4": (4, 4)}
 # Of ``kv_dtype="auto"`` by dtype, which is the queries' too.
 PLAIN = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 STORED = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2, **PLAIN}
@@ -72,17 +85,8 @@ def lower(kind, *, window=None, logits_soft_cap=None, launch=None, **shape):
 
 def refusal(kind, **shape):
     query, cache, tables, _, _ = specification(kind, **shape)
-    return mosaic_gpu.unsupported(
-        query=query,
-        cache=cache,
-        block_tables=tables,
-        options=Options(True, scale=1.0),
-    )
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+    options = Options(True, scale=1.0)
+    return mosaic_gpu.unsupported(query=query, cache=cache, block_tables=tables, options=options)
 
 
 LOWERED = pairwise(
@@ -219,6 +223,47 @@ def lanes(monkeypatch):
     return inputs.Place(g, number & 3, number, inputs.parity(g))
 
 
+def stored(bits):
+    if bits == INT8:
+        return inputs.Stored(8, is_int8=True)
+    if bits == 8:
+        return inputs.Stored(8)
+    table, middle, _ = polar.integer_centroids(bits)
+    return inputs.Stored(bits, tuple(table), middle)
+
+
+def mixed_block(rng, kind, block, head_dim):
+    """A block in shared memory, and its keys and values in float64."""
+    sides = [random_side(rng, bits, block, head_dim) for bits in STORED_BITS[kind]]
+    data, norms, values = zip(*sides, strict=True)
+    return np.concatenate([*data, *norms]), list(values)
+
+
+def random_side(rng, bits, block, head_dim):
+    """Bytes of keys or values, those of their norms, and what they stand for."""
+    if bits == 8:
+        x = rng.normal(size=(block, head_dim)).astype(ml_dtypes.float8_e4m3fn)
+        return x.view(np.uint8).ravel(), np.zeros(0, np.uint8), x.astype(np.float64)
+    if bits == INT8:
+        data = rng.integers(-127, 128, size=(block, head_dim), dtype=np.int8)
+        scales = rng.uniform(0.005, 0.05, size=block).astype(np.float16)
+        values = data * scales[:, None].astype(np.float64)
+        return data.view(np.uint8).ravel(), scales.view(np.uint8), values
+    data = rng.integers(2**bits, size=(block, head_dim), dtype=np.uint8)
+    norms = rng.uniform(1, 20, size=block).astype(np.float16)
+    table, middle, _ = polar.integer_centroids(bits)
+    values = (np.asarray(table) - middle)[data] * norms[:, None].astype(np.float64)
+    packed = np.asarray(polar.pack(jnp.asarray(data), bits))
+    return packed.ravel(), norms.view(np.uint8), values
+
+
+def norms_of(memory, s, head_dim, side):
+    """The norms of a block's keys or values, to be changed in place."""
+    sizes = [0 if x and x.is_float else 2 for x in s.stored or (None, None)]
+    first = s.block * (s.token_bytes(head_dim) - sum(sizes[side:]))
+    return memory[first : first + sizes[side] * s.block].view(np.float16)
+
+
 def settings(kind, *, block=64, rows=4, window=None, soft_cap=None, scale=0.125):
     pair = tuple(stored(bits) for bits in STORED_BITS[kind]) if kind in STORED_BITS else None
     key_bits = pair[0].bits if pair else 4 if kind == "turbo4" else 8
@@ -240,8 +285,8 @@ def random_block(rng, kind, block, head_dim):
     if kind in MIXED:
         return mixed_block(rng, kind, block, head_dim)
     if kind != "turbo4":
-        stored = STORED[kind]
-        sides = [rng.normal(size=(block, head_dim)).astype(stored) for _ in range(2)]
+        dtype = STORED[kind]
+        sides = [rng.normal(size=(block, head_dim)).astype(dtype) for _ in range(2)]
         return np.concatenate([x.view(np.uint8).ravel() for x in sides]), [
             x.astype(np.float64) for x in sides
         ]
@@ -494,3 +539,106 @@ def test_nan_reaches_what_attends_to_it_and_nothing_else(lanes, kind, where):
     # Rows: two heads, each with tokens 39 and 40.
     lost = np.isnan(out[:4] / totals[:4, None]).any(1)
     assert lost.tolist() == ([False, True, False, False] if where == "query" else [False, True] * 2)
+
+
+@pytest.mark.quick(4, slow=0)
+@pytest.mark.parametrize(
+    ("kind", "channels", "padded"),
+    [
+        ("turbo_k4v4", 80, 128),
+        ("turbo_k4v2", 80, 128),
+        ("turbo_k3v2", 96, 128),
+        ("turbo_k2v3", 160, 256),
+        ("turbo_k2v3", 32, 64),
+        ("turbo_k4v4", 24, 64),
+    ],
+)
+def test_a_warp_attends_to_fewer_channels(lanes, kind, channels, padded):
+    rng, block = np.random.default_rng(channels), 32
+    s = dataclasses.replace(settings(kind, block=block), channels=channels)
+    blocks = [mixed_block(rng, kind, block, channels) for _ in range(3)]
+    memories, sides = zip(*blocks, strict=True)
+    query = np.zeros((1, 1, 4, padded), np.float32)
+    query[..., :channels] = rng.normal(size=(1, 1, 4, channels))
+    out, _, totals = run(lanes, s, memories, query, 3 * block - 5, 1)
+    whole = [np.concatenate(side) for side in zip(*sides, strict=True)]
+    want, _ = oracle(query[..., :channels], whole, s, 3 * block - 5, 1)
+    # Queries, and weights times norms in a block, are rounded to a 65,024th of their largest.
+    error = s.scale * np.abs(whole[0]).sum(1).max() * np.abs(query).max() / 65024
+    bound = (2 * error + 3 * block / 65024) * np.abs(whole[1]).max()
+    np.testing.assert_allclose(out[:, :channels] / totals[:, None], want, rtol=0, atol=bound)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize(
+    ("kind", "head_dim"),
+    [("turbo4", 80), ("turbo4", 96), ("turbo_k3v2", 96), ("turbo_k4v2", 112), ("turbo4", 160)],
+)
+def test_other_head_dims_lower(kind, head_dim):
+    assert "turbojax_paged_hopper" in lower(kind, head_dim=head_dim, dtype=jnp.bfloat16)
+
+
+def test_every_code_is_its_centroid(lanes):
+    table, _, _ = polar.integer_centroids(4)
+    products = turbo4.Turbo4.of(128, settings("turbo4"))
+    rng = np.random.default_rng(4)
+    codes = rng.integers(16, size=(32, 8))
+    word = warp.Int((codes << (4 * np.arange(8))).sum(1))
+    found = np.concatenate([warp._bytes(x) for x in products.look_up(word)], axis=1)
+    np.testing.assert_array_equal(found, np.asarray(table)[codes])
+
+
+@pytest.mark.parametrize("channels", [2, 4, 8])
+def test_rotations_have_the_bits_of_the_definition(lanes, channels):
+    size = 32 * channels
+    made = polar.rotation(size, seed=3)
+    x = np.random.default_rng(size).normal(size=(1, size)).astype(np.float32)
+    given = x.reshape(32, channels)
+    signs = warp.Pointer(np.asarray(made.signs).view(np.uint8))
+    signs = signs.at(warp.Int(warp.LANES * channels * 4))
+    numbers = [warp.Float(given[:, i]) for i in range(channels)]
+    for ours, definition in (
+        (rotation.rotated, polar.rotate),
+        (rotation.unrotated, polar.unrotate),
+    ):
+        found = np.stack([v.value for v in ours(numbers, signs, lanes.number)], 1)
+        np.testing.assert_array_equal(found.reshape(1, size), np.asarray(definition(x, made)))
+
+
+@pytest.mark.quick(5, slow=0)
+@pytest.mark.parametrize("window", [None, (40, 0), (700, 3)])
+@pytest.mark.parametrize("shared", [1, 4, 16])
+def test_the_pages_that_must_exist(monkeypatch, window, shared):
+    """Those the definition names: no page before the windows, and none past the length."""
+    for module in (frame, inputs, merge):
+        monkeypatch.setattr(module, "lane", warp)
+    rng = np.random.default_rng(shared)
+    tokens, entries, size, num_pages = 3, 100, 16, 50
+    pool = types.SimpleNamespace(page_size=size, num_pages=num_pages)
+    for _ in range(40):
+        length = int(rng.choice([0, 1, 16, 33, 555, 1599, 1600]))
+        count = int(rng.integers(0, tokens + 1))
+        tables = rng.integers(0, num_pages, (1, entries)).astype(np.int32)
+        seen = max(length - count - (window or (length,))[0], 0) // size
+        bad = rng.choice([0, seen - 1, seen, seen + 40, length // size, entries - 1])
+        tables[0, np.clip(bad, 0, entries - 1)] = rng.choice([-1, num_pages])
+        lengths, counts = jnp.asarray([length]), jnp.asarray([count])
+        first = checks.first_seen(lengths, counts, tokens, window)
+        want = bool(checks.readable(pool, jnp.asarray(tables), lengths, first)[0])
+        held = warp.integer(length), warp.integer(count)
+        a = types.SimpleNamespace(
+            tables=warp.Pointer(tables.view(np.uint8).ravel()), max_pages=entries, page_size=size,
+            num_pages=num_pages, held=lambda _, held=held: held,
+        )  # fmt: skip
+        a.page = functools.partial(inputs.Arrays.page, a)
+        s = types.SimpleNamespace(window=window)
+        zero = warp.integer(0)
+        found = 0
+        for number in range(shared):
+            row = merge._Row(
+                a, [], s, types.SimpleNamespace(shared=shared), zero, zero, zero,
+                warp.integer(length), zero, warp.Int(warp.LANES), warp.integer(number), zero,
+            )  # fmt: skip
+            pages = row.pages(row.first_needed + row.warp * 32)
+            found |= int(row.has_bad_page(pages).value[0])
+        assert (found == 0) == want

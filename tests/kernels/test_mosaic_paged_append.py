@@ -14,6 +14,8 @@ from tests.caches.paged_append_helpers import (
     MIXES,
     TABLES,
     assert_stores_the_same,
+    check_lost,
+    check_ragged,
     integers,
     new,
     strange,
@@ -60,14 +62,7 @@ def same(monkeypatch):
     ],
 )
 def test_ragged_tokens(same, kv_dtype, head_dim, dtype):
-    """Over the ends of pages; then one token each, of which a sequence gets none."""
-    cache = new(head_dim, dtype, kv_dtype=kv_dtype)
-    before, count = integers(14, 0, 3), integers(21, 5, 0)
-    x = tokens(21, head_dim, dtype)
-    cache = same(cache, *x, TABLES, before, new_lengths=count)
-    assert int(cache.lost) == 0
-    x = tokens(1, head_dim, dtype, seed=1)
-    same(cache, *x, TABLES, before + count, new_lengths=integers(1, 0, 1))
+    check_ragged(same, head_dim, dtype, kv_dtype=kv_dtype)
 
 
 @pytest.mark.quick(first=1, slow=1)
@@ -86,13 +81,7 @@ def test_strange_vectors(same, kv_dtype, head_dim, dtype):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("kv_dtype", ["turbo4", "auto"])
 def test_what_has_no_place_is_lost(same, kv_dtype):
-    """Pages that are none, positions past the table, negative or beyond int32, promises."""
-    cache = new(128, jnp.bfloat16, kv_dtype=kv_dtype)
-    tables = jnp.asarray(TABLES).at[0, 1].set(-1).at[1, 0].set(99)
-    x = tokens(30, 128, jnp.bfloat16, seed=5)
-    for lengths, counts in (((10, 0, 40), (30, 40, 31)), ((60, -5, 2**31 - 9), (30, 30, -1))):
-        got = same(cache, *x, tables, integers(*lengths), new_lengths=integers(*counts))
-        assert int(got.lost) > 0
+    check_lost(same, kv_dtype)
 
 
 def test_several_rounds_of_a_warp(same, monkeypatch):
@@ -104,11 +93,6 @@ def test_several_rounds_of_a_warp(same, monkeypatch):
 
 
 # The choice, and that it lowers -------------------------------------------------------------------
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
 
 
 def specification(kv_dtype, head_dim=128, dtype=jnp.bfloat16, tokens=1, heads=8, page_size=64):

@@ -8,14 +8,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import turbojax as tj
+from pallas_kernels.mosaic.hopper.pooled import pool as kernel
 from tests.kernels.kernel_helpers import lower_for_cuda
+from tests.oracles import lanes
 from turbojax import _device
 from turbojax.attention.optional_arrays import Extras
-from turbojax.attention.pooled import api, mosaic_gpu
-from turbojax.attention.pooled.static import PooledOptions
+from turbojax.attention.pooled import api, mosaic_gpu, pooling
+from turbojax.attention.pooled.static import LEVELS, PooledOptions
 from turbojax.numerics import rows
 
 
@@ -30,11 +33,6 @@ def refusal(block_q=128, block_kv=128, **options):
     query, key, value, levels = shapes(block_q=block_q, block_kv=block_kv, **options)
     static = PooledOptions(True, scale=0.1, block_q=block_q, block_kv=block_kv)
     return mosaic_gpu.unsupported(query=query, key=key, value=value, levels=levels, options=static)
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -164,3 +162,38 @@ def test_extras_that_no_kernel_has_are_refused_in_words(name):
     slopes = Extras(alibi_slopes=jax.ShapeDtypeStruct((4,), jnp.float32))
     with pytest.raises(NotImplementedError, match=f"{name}: it has no alibi_slopes"):
         api.FORWARD.select(name, **arguments, extras=slopes)
+
+
+EPS = float(np.finfo(np.float32).eps)
+
+
+@pytest.mark.quick(slow=1)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "size"), [(jnp.bfloat16, 64, 104), (jnp.float16, 128, 48)]
+)
+def test_means(monkeypatch, dtype, head_dim, size):
+    """Sums of at most eight numbers, whatever the order, rounded once to the dtype."""
+    lanes.patch(monkeypatch, kernel)
+    length = jnp.array([size - 3, 45, 0], jnp.int32)
+    rng = np.random.default_rng(0)
+    key, value = (jnp.asarray(rng.normal(size=(3, size, 2, head_dim)), dtype) for _ in range(2))
+    there = (jnp.arange(size)[None] < length[:, None])[..., None, None]
+    spoiled = (jnp.where(there, x, jnp.nan) for x in (key, value))
+    sides = jax.jit(functools.partial(kernel.pool, multiple=64))(*spoiled, length)
+    eps, tokens = float(jnp.finfo(dtype).eps), -(-size // 64) * 64
+    for x, side in zip((key, value), sides, strict=True):
+        for level, pooled in zip(LEVELS[1:], side, strict=True):
+            want = np.asarray(jnp.swapaxes(pooling.pool(x, length, level), 1, 2), np.float32)
+            assert pooled.shape == (3, 2, tokens // level, head_dim)
+            got, groups = np.asarray(pooled, np.float32), want.shape[2]
+            assert np.abs(got[:, :, :groups] - want).max() <= 8 * EPS + eps * np.abs(want).max()
+            # Two tokens add up exactly, or round once.
+            if level == 2:
+                np.testing.assert_array_equal(got[:, :, :groups], want)
+            assert not got[:, :, groups:].any()
+
+
+def test_means_lower():
+    x = jax.ShapeDtypeStruct((2, 1000, 3, 64), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    assert kernel.NAME in lower_for_cuda(kernel.pool, x, x, lengths)

@@ -1,7 +1,7 @@
 """Products of INT4 weights and unrounded tokens on Hopper without a GPU.
 
 The kernel for few tokens is emulated lane by lane. Of that for more tokens the register operand is,
-and the whole is lowered; what it computes is checked in `test_gpu_w4a16.py`.
+and the whole is lowered; what it computes is checked in `test_gpu_int4.py`.
 """
 
 import functools
@@ -16,6 +16,7 @@ from pallas_kernels.mosaic.hopper.matmul import epilogue, w4a16_few
 from pallas_kernels.mosaic.products import int4_half
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.matmul.int4_helpers import (
+    abstract_weight,
     assert_equals_oracle,
     random_epilogue,
     random_floats,
@@ -25,13 +26,11 @@ from tests.matmul.int4_helpers import (
 from tests.oracles import int4 as oracle
 from tests.oracles import lanes as emulated
 from tests.oracles import warp
-from turbojax import _device
-from turbojax.matmul.int4 import layout, mosaic_gpu, w4a16_mosaic
+from turbojax.matmul.int4 import mosaic_gpu, w4a16_mosaic
 from turbojax.matmul.int4.w4a16_mosaic import FewLaunch, Launch
-from turbojax.quantizers import Int4Weight
 
 SHARED_BYTES = 227 * 1024
-DTYPES = {"e4m3": jnp.float8_e4m3fn, "bf16": jnp.bfloat16, "f16": jnp.float16, "zeros": jnp.float16}
+KINDS = ("e4m3", "bf16", "f16", "zeros")
 
 
 # Few tokens ---------------------------------------------------------------------------------------
@@ -153,36 +152,22 @@ def test_register_operand(kind, dtype, monkeypatch):
 # Launches and lowering ----------------------------------------------------------------------------
 
 
-def specification(rows, outputs, inputs, kind="zeros", gated=False, dtype=jnp.bfloat16):
+def specification(rows, outputs, inputs, kind="zeros", *, gated=False, dtype=jnp.bfloat16):
     """Tokens and a weight that are shapes alone."""
-    stored, size = layout.stored_rows(outputs, gated), layout.stored_inputs(inputs)
-    by_group = stored // 64, size // 128, 64
-    weight = Int4Weight(
-        jax.ShapeDtypeStruct((stored // 64, size // 128, 64, 64), jnp.uint8),
-        jax.ShapeDtypeStruct(by_group, DTYPES[kind]),
-        jax.ShapeDtypeStruct((stored,), jnp.float32),
-        out_size=outputs,
-        in_size=inputs,
-        gated=gated,
-        zeros=jax.ShapeDtypeStruct(by_group, jnp.int8) if kind == "zeros" else None,
-    )
+    scales = {"scales": "f16", "has_zeros": True} if kind == "zeros" else {"scales": kind}
+    weight = abstract_weight(outputs, inputs, gated=gated, **scales)
     return jax.ShapeDtypeStruct((rows, inputs), dtype), weight
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
-
-
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_is_taken_on_hopper(kind):
     x, weight = specification(5, 75, 300, kind)
     rest = dict.fromkeys(("bias", "residual", "activation"))
     assert mosaic_gpu.unsupported(tokens=x, weight=weight, **rest) is None
 
 
-@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(1, 1), (70, 520), (4096, 4096), (14336, 4096), (28672, 8192)])
 def test_launches(shape, kind):
     """Of every number of tokens: memory suffices, and nobody is without work."""

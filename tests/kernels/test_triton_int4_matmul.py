@@ -16,6 +16,7 @@ from tests.matmul.int4_helpers import (
     random_epilogue,
     random_tokens,
     random_weight,
+    specification,
     stored_bias,
     wide,
 )
@@ -24,7 +25,7 @@ from turbojax._device import interpret_kernels
 from turbojax.matmul.int4 import matmul, triton
 from turbojax.matmul.int4 import weight as int4
 from turbojax.matmul.int4.api import MATMUL
-from turbojax.quantizers import Fp8Tokens, Int4Weight
+from turbojax.quantizers import Fp8Tokens
 
 
 def run(x, weight, bias=None, residual=None, activation=None, **launch):
@@ -146,27 +147,6 @@ def test_twice_the_same_bits():
 
 
 # What is refused, and how it is launched --------------------------------------------------------
-
-
-def specification(count, out_size, in_size, scale_dtype, *, gated=False, group_size=128):
-    """Tokens and a weight that are shapes alone."""
-    rows, inputs = int4.stored_rows(out_size, gated), int4.stored_inputs(in_size, group_size)
-    dtype = jnp.float8_e4m3fn if scale_dtype == "e4m3" else jnp.bfloat16
-    weight = Int4Weight(
-        jax.ShapeDtypeStruct((rows // 64, inputs // 128, 64, 64), jnp.uint8),
-        jax.ShapeDtypeStruct((rows // 64, inputs // group_size, 64), dtype),
-        jax.ShapeDtypeStruct((rows,), jnp.float32),
-        out_size,
-        in_size,
-        group_size,
-        gated,
-    )
-    tokens = Fp8Tokens(
-        jax.ShapeDtypeStruct((count, in_size), jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct((count,), jnp.bfloat16),
-        np.dtype(jnp.bfloat16),
-    )
-    return tokens, weight
 
 
 def refusal(tokens, weight):

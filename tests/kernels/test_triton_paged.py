@@ -1,6 +1,6 @@
-"""What is the Triton kernel of `paged_attention`'s own: its scaling, merging, refusals, lowering.
+"""What is the own of Triton's kernels for pages and KV4: scaling, merging, refusals, lowering.
 
-Numerics that every implementation shares are in `test_paged_attention.py`.
+Numerics that every implementation shares are in `test_paged_attention.py`, `test_kv4_decode.py`.
 """
 
 import functools
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import turbojax as tj
 from pallas_kernels.triton._merge import merge_parts
 from tests.attention.paged_helpers import (
     KV_DTYPES,
@@ -20,6 +21,9 @@ from tests.attention.paged_helpers import (
     kernel_units,
     normal,
 )
+from tests.attention.test_kv4_decode import INIT, assert_matches
+from tests.attention.test_kv4_decode import filled as kv4_filled
+from tests.attention.test_kv4_decode import normal as kv4_normal
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles.paged import code_bits
@@ -27,6 +31,8 @@ from turbojax._device import interpret_kernels
 from turbojax.attention.options import Options
 from turbojax.caches.paged import paged_attention, triton
 from turbojax.caches.paged import pool as paged
+from turbojax.caches.token_scaled import cache as kv4
+from turbojax.caches.token_scaled import triton as kv4_triton
 
 run = functools.partial(attend, implementation="triton")
 
@@ -167,3 +173,72 @@ def test_lowers_for_cuda(name, kv_dtype, dtype):
     )
     assert "turbojax_paged_attention" in text
     assert ("turbojax_paged_merge" in text) == (pages * page_size > 512)
+
+
+@pytest.mark.slow
+def test_splits_do_not_matter(monkeypatch):
+    """A program's tiles, few or many: weights are rounded relative to other maxima."""
+    query, cache = kv4_normal(11, (2, 1, 4, 32)), kv4_filled("kv4", 2, 32, (200, 90))
+    for programs in (1, 8, 1000):
+        monkeypatch.setattr(kv4_triton, "_ENOUGH_PROGRAMS", programs)
+        kv4_triton._decode.clear_cache()
+        call = functools.partial(tj.decode, implementation="triton")
+        assert_matches("triton", query, cache, call)
+    kv4_triton._decode.clear_cache()
+
+
+KV4_REFUSED = {
+    "rows": ((1, 5, 13, 8), "5 query tokens times 13 heads per KV head must be at most 64"),
+    "head dim": ((1, 1, 1, 264), "head_dim=264 must be at most 256"),
+}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", KV4_REFUSED)
+def test_kv4_refusals_in_words(name):
+    """And what is asked for without a name runs in plain JAX."""
+    shape, message = KV4_REFUSED[name]
+    cache = kv4.init_cache(1, 10, 1, shape[3], dtype=jnp.float32)
+    with pytest.raises(NotImplementedError, match=message):
+        tj.decode(jnp.zeros(shape), cache, implementation="triton")
+    assert tj.decode(jnp.zeros(shape), cache).shape == shape
+
+
+KV4_LOWERED = {
+    "Llama-3-8B": ((16, 1, 32, 128), {}),
+    "several, window": ((2, 3, 8, 64), {"window": (100, 0)}),
+    "head dim 96, soft cap": ((2, 2, 4, 96), {"cap": 5.0}),
+    "head dim 96, window, soft cap": ((2, 2, 4, 96), {"window": (100, 0), "cap": 5.0}),
+    "head dim 256": ((1, 1, 16, 256), {}),
+    "head dim 8": ((3, 8, 16, 8), {}),
+    "head dim 8, window": ((3, 8, 16, 8), {"window": (5, 5)}),
+}
+
+
+@pytest.mark.quick(first=4)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("kv4", "Llama-3-8B"),
+        ("kv4", "several, window"),
+        ("k8v4", "Llama-3-8B"),
+        ("k8v4", "head dim 96, window, soft cap"),
+        ("k8v4", "head dim 256"),
+        ("k8v4", "head dim 8"),
+        pytest.param("kv4", "head dim 96, soft cap", marks=pytest.mark.fuzz),
+        pytest.param("kv4", "head dim 256", marks=pytest.mark.fuzz),
+        pytest.param("kv4", "head dim 8, window", marks=pytest.mark.fuzz),
+    ],
+)
+def test_kv4_lowers_for_cuda(kind, name):
+    (batch, tokens, heads, dim), given = KV4_LOWERED[name]
+    cache = jax.eval_shape(lambda: INIT[kind](batch, 4000, 2, dim))
+    call = functools.partial(
+        kv4_triton._decode,
+        options=Options(True, given.get("window"), scale=0.1, logits_soft_cap=given.get("cap")),
+        interpret=False,
+    )
+    query = jax.ShapeDtypeStruct((batch, tokens, heads, dim), jnp.bfloat16)
+    text = lower_for_cuda(call, query, cache, jax.ShapeDtypeStruct((batch,), jnp.int32))
+    assert "turbojax_kv4_decode" in text
+    assert "turbojax_decode_merge" in text

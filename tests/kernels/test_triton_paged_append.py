@@ -16,6 +16,8 @@ from tests.caches.paged_append_helpers import (
     TABLES,
     as_bits,
     assert_stores_the_same,
+    check_format,
+    check_ragged,
     compiled,
     integers,
     new,
@@ -46,13 +48,7 @@ same = functools.partial(assert_stores_the_same, run=run)
     [(32, jnp.float32, 32), (256, jnp.bfloat16, 128)],
 )
 def test_ragged_tokens(head_dim, dtype, page_size):
-    """Over the ends of pages; then one token each, of which a sequence gets none."""
-    cache = new(head_dim, dtype, page_size)
-    before, count = integers(page_size - 2, 0, 3), integers(21, 5, 0)
-    cache = same(cache, *tokens(21, head_dim, dtype), TABLES, before, new_lengths=count)
-    assert int(cache.lost) == 0
-    given = {"new_lengths": integers(1, 0, 1)}
-    same(cache, *tokens(1, head_dim, dtype, seed=1), TABLES, before + count, **given)
+    check_ragged(same, head_dim, dtype, page_size)
 
 
 @pytest.mark.quick(slow=1)
@@ -61,12 +57,7 @@ def test_ragged_tokens(head_dim, dtype, page_size):
     pairwise(kv_dtype=MIXES, head_dim=(16, 64), dtype=DTYPES),
 )
 def test_every_number_of_bits(kv_dtype, head_dim, dtype):
-    cache = new(head_dim, dtype, kv_dtype=kv_dtype)
-    before, count = integers(14, 0, 3), integers(21, 5, 0)
-    given = {"new_lengths": count}
-    cache = same(cache, *tokens(21, head_dim, dtype, seed=2), TABLES, before, **given)
-    assert int(cache.lost) == 0
-    same(cache, *strange(head_dim, dtype), TABLES, integers(1, 0, 0))
+    check_format(same, kv_dtype, head_dim, dtype)
 
 
 @pytest.mark.optimized

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -9,7 +10,7 @@ import turbojax as tj
 from tests.oracles import int4 as oracle
 from turbojax.matmul.int4 import weight as int4
 from turbojax.matmul.int4.layout import scale_rows, scale_tiles
-from turbojax.quantizers import Fp8Tokens, quantize_tokens
+from turbojax.quantizers import Fp8Tokens, Int4Weight, quantize_tokens
 
 
 def random_weight(rng, out_size, in_size, scale_dtype, *, gated=False):
@@ -65,6 +66,34 @@ def random_epilogue(rng, count, weight, dtype):
 
 def stored_bias(bias, weight):
     return None if bias is None else int4.pad_rows(bias, weight)
+
+
+def abstract_weight(
+    outputs, inputs, scales="e4m3", *, gated=False, group_size=128, experts=(), has_zeros=False
+):
+    """A weight, or a stack of them, that is shapes alone."""
+    of = jax.ShapeDtypeStruct
+    rows, size = int4.stored_rows(outputs, gated), int4.stored_inputs(inputs, group_size)
+    by_group = (*experts, rows // 64, size // group_size, 64)
+    kinds = {"e4m3": jnp.float8_e4m3fn, "bf16": jnp.bfloat16, "f16": jnp.float16}
+    return Int4Weight(
+        of((*experts, rows // 64, size // 128, 64, 64), jnp.uint8),
+        of(by_group, kinds[scales]),
+        of((*experts, rows), jnp.float32),
+        out_size=outputs,
+        in_size=inputs,
+        group_size=group_size,
+        gated=gated,
+        zeros=of(by_group, jnp.int8) if has_zeros else None,
+    )
+
+
+def specification(rows, outputs, inputs, scales="e4m3", *, dtype=jnp.bfloat16, **weight):
+    """Tokens in e4m3 and a weight that are shapes alone."""
+    of = jax.ShapeDtypeStruct
+    codes, scale = of((rows, inputs), jnp.float8_e4m3fn), of((rows,), jnp.bfloat16)
+    tokens = Fp8Tokens(codes, scale, np.dtype(dtype))
+    return tokens, abstract_weight(outputs, inputs, scales, **weight)
 
 
 def wide(x):

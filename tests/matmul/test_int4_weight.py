@@ -1,15 +1,18 @@
 """INT4 weights and e4m3 tokens: bits against `oracles.int4`, layouts, joins."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import turbojax as tj
 from tests.oracles import int4 as oracle
+from turbojax import fireq
 from turbojax.matmul.int4 import weight as int4
 from turbojax.matmul.int4.layout import code_rows, code_tiles, scale_rows
 
@@ -413,3 +416,162 @@ def test_tokens_bad_input():
         with pytest.raises(ValueError, match="K at least 1"):
             tj.fireq.quantize_tokens(jnp.ones(shape))
     assert tj.fireq.quantize_tokens(jnp.ones(5)).scale.shape == ()
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+def test_files(tmp_path, scale_dtype):
+    """Every bit, NaN scales included, and several weights in one file."""
+    w = random_weight((30, 300)).at[3, 5].set(jnp.nan)
+    weight = tj.fireq.quantize_weight(w, scale_dtype=scale_dtype, output_scale=0.5)
+    gated = tj.fireq.gate_and_up(weight, weight)
+    wide = tj.fireq.quantize_weight(w, scale_dtype=scale_dtype, group_size=256)
+    weights = {"layers.0.o": weight, "layers.0.gate_up": gated, "wide": wide}
+    path = tmp_path / "weights.safetensors"
+    tj.fireq.save_weights(weights, path)
+    loaded = tj.fireq.load_weights(path)
+    assert set(loaded) == set(weights)
+    for name, got in loaded.items():
+        assert_same_bits(got, weights[name])
+
+
+def of_version_1(weight, tensors, metadata):
+    """What was stored before arrays lay in tiles."""
+    scales = np.ascontiguousarray(scale_rows(tensors["a.scales"]).T)
+    tensors = {**tensors, "a.codes": code_rows(tensors["a.codes"]), "a.scales": scales}
+    sizes = json.loads(metadata["a"])
+    assert sizes.pop("version") == 2
+    return tensors, {"a": json.dumps(sizes)}
+
+
+@pytest.mark.parametrize("scale_dtype", ["e4m3", "bf16"])
+def test_files_of_version_1(tmp_path, scale_dtype):
+    """They hold rows; what is read lies in tiles."""
+    weight = tj.fireq.quantize_weight(random_weight((70, 300)), scale_dtype=scale_dtype)
+    tensors, metadata = of_version_1(weight, *tj.fireq.to_tensors(weight, "a"))
+    assert tensors["a.codes"].shape == (128, 192)
+    assert tensors["a.scales"].shape == (3, 128)
+    safetensors.numpy.save_file(tensors, tmp_path / "old", metadata=metadata)
+    assert_same_bits(tj.fireq.load_weights(tmp_path / "old")["a"], weight)
+    for part, wrong in (("codes", (127, 192)), ("codes", (128, 191)), ("scales", (3, 127))):
+        broken = {**tensors, f"a.{part}": np.zeros(wrong, tensors[f"a.{part}"].dtype)}
+        with pytest.raises(ValueError, match=rf"a.{part}.shape=\({wrong[0]}, {wrong[1]}\) of ver"):
+            tj.fireq.from_tensors(broken, metadata, "a")
+    later = {"a": json.dumps({**json.loads(metadata["a"]), "version": 3})}
+    with pytest.raises(ValueError, match="version='?3'? must be 2 or less"):
+        tj.fireq.from_tensors(tensors, later, "a")
+
+
+def test_tensors_that_do_not_fit():
+    weight = tj.fireq.quantize_weight(random_weight((3, 5)))
+    tensors, metadata = tj.fireq.to_tensors(weight, "a")
+    assert {name: x.dtype.name for name, x in tensors.items()} == {
+        "a.codes": "uint8",
+        "a.scales": "uint8",
+        "a.output_scale": "float32",
+    }
+
+    def load(tensors=tensors, **sizes):
+        text = {"a": json.dumps({**json.loads(metadata["a"]), **sizes})}
+        return tj.fireq.from_tensors(tensors, text, "a")
+
+    assert_same_bits(load(), weight)
+    with pytest.raises(ValueError, match=r"'a' lacks \['a.scales'\]"):
+        load({k: x for k, x in tensors.items() if k != "a.scales"})
+    with pytest.raises(ValueError, match="'b' lacks"):
+        tj.fireq.from_tensors(tensors, metadata, "b")
+    with pytest.raises(ValueError, match="'a' lacks its entry in the metadata"):
+        tj.fireq.from_tensors(tensors, {}, "a")
+    with pytest.raises(ValueError, match=r"codes.shape=\(1, 1, 64, 64\) must be \(2, 1, 64, 64\)"):
+        load(out_size=70)
+    with pytest.raises(ValueError, match="must hold"):
+        load(out_size="3")
+    with pytest.raises(ValueError, match="is no JSON"):
+        tj.fireq.from_tensors(tensors, {"a": "{"}, "a")
+    with pytest.raises(TypeError, match=r"scales.dtype=uint8 must be float8_e4m3fn or bfl"):
+        load(scale_dtype="bf16")
+    with pytest.raises(TypeError, match="must be uint8, bits of e4m3"):
+        load({**tensors, "a.scales": tensors["a.scales"].astype(np.float32)})
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        tj.fireq.load_weights(tmp_path / "absent")
+    (tmp_path / "text").write_text("no safetensors", encoding="utf-8")
+    with pytest.raises(ValueError, match="is not a readable safetensors file"):
+        tj.fireq.load_weights(tmp_path / "text")
+
+
+CODES = [(70, 200, None), (64, 256, 128), (10, 96, 32), (100, 384, 384), (65, 512, 256)]
+
+
+def plain(outputs, inputs, group_size, seed=0):
+    """Codes, scales some of which are subnormal, zeros, output scales."""
+    rng = np.random.default_rng(seed)
+    groups = 1 if group_size is None else -(-inputs // group_size)
+    scales = rng.uniform(0.1, 1, (outputs, groups)) * 10.0 ** rng.integers(-7, 0, (outputs, 1))
+    return (
+        rng.integers(-8, 8, (outputs, inputs)).astype(np.int8),
+        scales.astype(np.float16),
+        rng.integers(-8, 9, (outputs, groups)).astype(np.int8),
+        rng.uniform(0.5, 2, outputs).astype(np.float32),
+    )
+
+
+@pytest.mark.quick(1, slow=0)
+@pytest.mark.parametrize("shape", CODES)
+def test_values_there_and_back(shape):
+    _, inputs, group_size = shape
+    codes, scales, zeros, factor = plain(*shape)
+
+    def wide(x):
+        return np.repeat(x.astype(np.float32), group_size or inputs, axis=1)[:, :inputs]
+
+    for z, f in ((None, None), (zeros, None), (zeros, factor)):
+        weight = fireq.from_codes(codes, scales, z, group_size=group_size, output_scale=f)
+        weight.validate()
+        expected = (codes - (0 if z is None else wide(z))) * wide(scales)
+        expected = expected if f is None else expected * f[:, None]
+        assert np.asarray(fireq.dequantize(weight)).tobytes() == expected.tobytes()
+        back = fireq.to_codes(weight)
+        np.testing.assert_array_equal(back.codes, codes)
+        again = fireq.from_codes(
+            *back[:3], group_size=weight.group_size, output_scale=back.output_scale
+        )
+        assert jax.tree.structure(again) == jax.tree.structure(weight)
+        for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(weight), strict=True):
+            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_gated_weights_and_transforms():
+    codes, scales, zeros, _ = plain(2 * 24, 128, 128)
+    halves = [[x[i * 24 : (i + 1) * 24] for x in (codes, scales, zeros)] for i in (0, 1)]
+    joined = fireq.gate_and_up(*(fireq.from_codes(*half) for half in halves))
+    for one, other in zip(fireq.to_codes(joined)[:3], (codes, scales, zeros), strict=True):
+        np.testing.assert_array_equal(one, other)
+    stacks = [np.stack(x) for x in zip(*halves, strict=True)]
+    stacked = jax.jit(jax.vmap(fireq.from_codes))(*stacks)
+    for i, half in enumerate(halves):
+        weight = fireq.from_codes(*half)
+        for one, other in zip(jax.tree.leaves(stacked), jax.tree.leaves(weight), strict=True):
+            assert np.asarray(one[i]).tobytes() == np.asarray(other).tobytes()
+
+
+def test_refusals():
+    codes, scales, zeros, factor = plain(16, 128, 64)
+    for error, message, args, keys in (
+        (TypeError, "codes.dtype=int32", (codes.astype(np.int32), scales), {}),
+        (TypeError, "scales.dtype=float32", (codes, scales.astype(np.float32)), {}),
+        (TypeError, "zeros.dtype=float16", (codes, scales, scales), {"group_size": 64}),
+        (TypeError, "output_scale.dtype=float16", (codes, scales), {"output_scale": scales[:, 0]}),
+        (ValueError, "codes.shape=.128,. must be", (codes[0], scales), {}),
+        (ValueError, r"scales.shape=\(16, 2\) must be \(16, 1\)", (codes, scales), {}),
+        (ValueError, "group_size=96 must be 32, 64", (codes, scales), {"group_size": 96}),
+        (ValueError, "zeros.shape", (codes, scales, zeros[:, :1]), {"group_size": 64}),
+        (ValueError, "codes from -7 to 8 must be from -8 to 7", (codes + 1, scales), {}),
+        (ValueError, "zeros from -9 to .* must be from -8 to 8", (codes, scales, zeros - 1), {}),
+        (ValueError, "output_scale.shape", (codes, scales), {"output_scale": factor[:3]}),
+    ):
+        given = {"group_size": 64, **keys} if "scales.shape" not in message else keys
+        with pytest.raises(error, match=message):
+            fireq.from_codes(*map(jnp.asarray, args), **given)

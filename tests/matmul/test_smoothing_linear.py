@@ -1,5 +1,6 @@
 """CAS and PTS against their definitions, in float64 and in exact fractions."""
 
+import dataclasses
 from fractions import Fraction
 
 import hypothesis
@@ -11,7 +12,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from benchmarks.cache_quality import held_out_windows
+from tests.matmul.test_smoothing_folding import random_layer
+from turbojax import models
+from turbojax import smoothing as sm
+from turbojax.models import causal_attention
+from turbojax.rotary import Rope, rotate
 from turbojax.smoothing import channel_absmean_scale, per_tensor_scale
+from turbojax.smoothing.attention import of_channels, split_pairs
 
 LOW, HIGH = Fraction(7, 2**9), Fraction(7 * 2**6)
 EPS = np.finfo(np.float32).eps
@@ -258,3 +266,256 @@ def test_pts_refuses():
         with pytest.raises(ValueError, match="finite"):
             per_tensor_scale(w)
         assert np.isnan(jax.jit(per_tensor_scale)(w))
+
+
+HEADS, SIZE, ROTARY = 2, 20, 12
+
+
+def pair_of(channel: int) -> int:
+    """The channel's pair, counted as `split_pairs` does: those that turn first."""
+    half = ROTARY // 2
+    if channel < ROTARY:
+        return channel % half
+    return half + (channel - ROTARY) % ((SIZE - ROTARY) // 2)
+
+
+def keys(seed: int = 0) -> np.ndarray:
+    """Float64 ``[1, 9, K, H]``, with outliers among channels that turn, and among others."""
+    x = np.random.default_rng(seed).standard_normal((1, 9, HEADS, SIZE))
+    x[..., 3] *= 20
+    x[..., SIZE - 1] *= 50
+    return x
+
+
+def test_pairs_are_what_rope_turns():
+    first, second = split_pairs(jnp.arange(SIZE), ROTARY)
+    assert sorted([*first.tolist(), *second.tolist()]) == list(range(SIZE))
+    for i, (a, b) in enumerate(zip(first.tolist(), second.tolist(), strict=True)):
+        assert pair_of(a) == pair_of(b) == i
+    np.testing.assert_array_equal(
+        of_channels(jnp.arange(SIZE // 2), ROTARY), [pair_of(c) for c in range(SIZE)]
+    )
+    # A vector in the plane of a pair stays there.
+    rope = Rope(SIZE, 10000.0, ROTARY)
+    angles = rope.angles(jnp.arange(9)[None])
+    for channel in range(SIZE):
+        x = jnp.zeros((1, 9, 1, SIZE)).at[..., channel].set(1.0)
+        turned = np.asarray(rope.rotate(x, angles))[0, :, 0]
+        moved = np.flatnonzero(np.abs(turned).max(0))
+        assert {pair_of(c) for c in moved} == {pair_of(channel)}
+        np.testing.assert_allclose(np.linalg.norm(turned, axis=1), 1, rtol=1e-6)
+
+
+def test_all_channels_are_one_case():
+    x = jnp.arange(24.0).reshape(2, 12)
+    for rotary_dim in (None, 12):
+        for a, b in zip(split_pairs(x, rotary_dim), jnp.split(x, 2, axis=-1), strict=True):
+            np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(of_channels(x), of_channels(x, 24))
+
+
+def test_statistics_and_scales_of_a_part():
+    key = keys()
+    rope = Rope(SIZE, 10000.0, ROTARY)
+    rotated = rope.rotate(jnp.asarray(key, jnp.float32), rope.angles(jnp.arange(9)[None]))
+    seen = sm.KeyStatistics.init(HEADS, SIZE, ROTARY).update(jnp.asarray(key, jnp.float32), rotated)
+    norms = np.zeros((HEADS, SIZE // 2))
+    for pair in range(SIZE // 2):
+        channels = [c for c in range(SIZE) if pair_of(c) == pair]
+        norms[:, pair] = np.linalg.norm(key[..., channels], axis=-1).max((0, 1))
+    np.testing.assert_allclose(seen.pair_norm, norms, rtol=1e-6)
+    assert seen.merge(seen).rotary_dim == ROTARY
+    scale, chosen = sm.channel_rope_scale(seen.absmax, num_pairs=2, beta=8.0, rotary_dim=ROTARY)
+    np.testing.assert_array_equal(
+        np.flatnonzero(np.asarray(chosen).all(0)), sorted({pair_of(3), pair_of(SIZE - 1)})
+    )
+    absmax = np.asarray(seen.absmax)
+    expected = np.ones_like(absmax)
+    for channel in range(SIZE):
+        if pair_of(channel) in (pair_of(3), pair_of(SIZE - 1)):
+            expected[:, channel] = 8 * absmax[:, channel]
+    np.testing.assert_allclose(scale, expected, rtol=1e-6)
+
+
+def test_head_norms_take_what_rows_would():
+    """RPN in the norms' factors; the weights, and what is planted in them, stay."""
+    layer = random_layer()
+    rng = np.random.default_rng(4)
+    heads = (layer.num_heads, layer.head_dim), (layer.num_kv_heads, layer.head_dim)
+    norms = [jnp.asarray(rng.uniform(0.5, 2, shape)) for shape in heads]
+    normed = dataclasses.replace(layer, q_norm=norms[0], k_norm=norms[1])
+    scale = jnp.asarray(rng.uniform(0.5, 2, (layer.num_kv_heads, layer.head_dim // 2)))
+    folded = sm.fold_query_key(normed, scale)
+    for name in ("q", "k"):
+        assert getattr(folded, name) is getattr(normed, name)
+    group = layer.num_heads // layer.num_kv_heads
+    both = np.tile(np.asarray(scale), (1, 2))
+    np.testing.assert_allclose(folded.k_norm, norms[1] / both, rtol=1e-6)
+    np.testing.assert_allclose(folded.q_norm, norms[0] * np.repeat(both, group, 0), rtol=1e-6)
+    planted = sm.plant_outliers(normed, seed=1)
+    changed = np.asarray(planted.k_norm) / np.asarray(normed.k_norm, np.float64)
+    assert set(np.round(np.log2(changed), 5).ravel()) == {0.0, 3.0, 4.0}
+
+
+def test_what_does_not_fit_is_refused():
+    layer = random_layer()
+    with pytest.raises(ValueError, match="q_norm and k_norm must be given together"):
+        dataclasses.replace(layer, q_norm=jnp.ones((1, 1))).validate()
+    norms = {"q_norm": jnp.ones(layer.head_dim), "k_norm": jnp.ones(layer.head_dim)}
+    with pytest.raises(ValueError, match=r"k_norm.shape=.* must be \("):
+        dataclasses.replace(layer, **norms).validate()
+    bad = jnp.full(layer.o.weight.shape[0], jnp.nan)
+    with pytest.raises(ValueError, match="mlp_post_norm must be finite"):
+        dataclasses.replace(layer, mlp_post_norm=bad).validate()
+    for rotary_dim in (3, layer.head_dim + 2, 0):
+        with pytest.raises(ValueError, match=f"rotary_dim={rotary_dim} must be even"):
+            dataclasses.replace(layer, rotary_dim=rotary_dim).validate()
+        with pytest.raises(ValueError, match=f"rotary_dim={rotary_dim} must be even"):
+            split_pairs(jnp.ones((1, layer.head_dim)), rotary_dim)
+    seen = sm.KeyStatistics.init(layer.num_kv_heads, layer.head_dim, 2)
+    key = jnp.ones((1, layer.num_kv_heads, layer.head_dim))
+    with pytest.raises(ValueError, match="statistics.rotary_dim=2 must be the layer's, None"):
+        sm.smooth_layer(layer, jax.jit(seen.update)(key, key), sm.Smoothing(num_pairs=2))
+
+
+TOKENS = 512
+LAYERS = (0, 7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A layer, what its attention reads, and what its feed-forward layer roughly reads."""
+
+    layer: sm.LayerWeights
+    inputs: np.ndarray
+
+    def query_key(self, layer: sm.LayerWeights, after: bool = True) -> tuple[jax.Array, jax.Array]:
+        """[T, N, H] and [T, K, H], after RoPE and CRS or before."""
+        x = jnp.asarray(self.inputs * np.asarray(layer.attention_norm / self.layer.attention_norm))
+        query, key = (p(x).reshape(1, TOKENS, -1, layer.head_dim) for p in (layer.q, layer.k))
+        if after:
+            angles = Rope(layer.head_dim).angles(jnp.arange(TOKENS)[None])
+            query, key = rotate(query, angles), rotate(key, angles)
+            if layer.key_channel_scale is not None:
+                query, key = sm.scale_rotated(query, key, layer.key_channel_scale)
+        return query[0], key[0]
+
+    def statistics(self, layer: sm.LayerWeights) -> sm.KeyStatistics:
+        """Of the first half of the text."""
+        before, after = self.query_key(layer, False)[1], self.query_key(layer)[1]
+        empty = sm.KeyStatistics.init(layer.num_kv_heads, layer.head_dim)
+        return empty.update(before[: TOKENS // 2], after[: TOKENS // 2])
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    decoder = models.unstack(models.load(dtype=jnp.float32))
+    tokens = jnp.asarray(held_out_windows(TOKENS, 1)["argparse.py"][:, :TOKENS])
+    found = []
+    for i in LAYERS:
+        params = decoder.layers[i]
+        # The layers before, and this layer's norm in place of the last: what q, k and v read.
+        scale = params["attention_norm"]["scale"].astype(jnp.float32)
+        part = dataclasses.replace(decoder, layers=decoder.layers[:i], norm=scale)
+        inputs, _ = part.hidden(tokens, jnp.arange(TOKENS)[None], causal_attention, (None,) * i)
+        found.append(Sample(_layer(params, decoder.config), np.asarray(inputs[0])))
+    return found
+
+
+def _layer(params, config) -> sm.LayerWeights:
+    def projections(part: str, *names: str) -> dict[str, sm.Projection]:
+        kernels = {name: params[part][f"{name}_proj"]["kernel"] for name in names}
+        return {name: sm.Projection(w.astype(jnp.float32).T) for name, w in kernels.items()}
+
+    return sm.LayerWeights(
+        attention_norm=params["attention_norm"]["scale"].astype(jnp.float32),
+        mlp_norm=params["mlp_norm"]["scale"].astype(jnp.float32),
+        **projections("attention", "q", "k", "v", "o"),
+        **projections("mlp", "gate", "up", "down"),
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+
+
+def score_error(sample: Sample, layer: sm.LayerWeights) -> float:
+    """RMS error of the scores of the text's second half against INT4 keys, before the softmax."""
+    query, key = (np.asarray(x, np.float64) for x in sample.query_key(layer))
+    scale = np.abs(key).max(-1, keepdims=True) / 7
+    rounded = scale * np.clip(np.rint(key / scale), -8, 7)
+    error = np.repeat(rounded - key, query.shape[1] // key.shape[1], axis=1)[TOKENS // 2 :]
+    scores = np.einsum("tnh,snh->nts", query[TOKENS // 2 :], error)
+    return float(np.sqrt((scores**2).mean()) / np.sqrt(key.shape[-1]))
+
+
+def weight_error(layer: sm.LayerWeights, sample: Sample) -> float:
+    """Relative RMS error of the attention's value-and-output product with INT4 weights."""
+    x = sample.inputs.astype(np.float64)
+    x = x * np.asarray(layer.attention_norm / sample.layer.attention_norm, np.float64)
+    groups = layer.num_heads // layer.num_kv_heads
+
+    def product(round_weight) -> np.ndarray:
+        y = x
+        for projection in (layer.v, layer.o):
+            scale = 1 if projection.output_scale is None else float(projection.output_scale)
+            y = y @ round_weight(np.asarray(projection.weight, np.float64)).T * scale
+            if projection is layer.v:
+                heads = y.reshape(TOKENS, layer.num_kv_heads, 1, layer.head_dim)
+                y = np.repeat(heads, groups, axis=2).reshape(TOKENS, -1)
+        return y
+
+    exact, rounded = product(lambda w: w), product(int4)
+    return float(np.sqrt(((rounded - exact) ** 2).mean() / (exact**2).mean()))
+
+
+def int4(w: np.ndarray) -> np.ndarray:
+    """INT4 weights as they are multiplied with: e4m3(sigma q), per 128 inputs."""
+    groups = w.reshape(w.shape[0], -1, 128)
+    sigma = (np.abs(groups).max(-1, keepdims=True) / 7).astype(ml_dtypes.float8_e4m3fn)
+    sigma = np.maximum(sigma.astype(np.float64), 2.0**-9)
+    codes = np.clip(np.rint(groups / sigma), -8, 7)
+    table = np.clip(sigma * codes, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return table.astype(np.float64).reshape(w.shape)
+
+
+KEYS_ONLY = {"cas": False, "pts": False}
+
+
+@pytest.mark.fuzz
+def test_smoothing_lowers_the_error_of_int4_keys(samples):
+    sample = samples[-1]
+    planted = sm.plant_outliers(sample.layer, seed=1)
+    natural, uneven = (score_error(sample, x) for x in (sample.layer, planted))
+    assert uneven > 3 * natural  # what the outliers cost
+    for options in ({"crs": False}, {"rpn": False}, {}):
+        smoothing = sm.Smoothing(**KEYS_ONLY, **options)
+        for layer in (sample.layer, planted):
+            smooth = sm.smooth_layer(layer, sample.statistics(layer), smoothing)
+            # All of what outliers cost, and the embedded model's own unevenness, too.
+            assert score_error(sample, smooth) < 1.1 * natural
+    assert score_error(sample, smooth) < 0.95 * natural  # RPN and CRS together
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(LAYERS)))
+def test_smoothing_takes_back_what_outliers_cost_int4_weights(samples, index):
+    sample = samples[index]
+    planted = sm.plant_outliers(sample.layer, seed=index)
+    natural, uneven = (weight_error(x, sample) for x in (sample.layer, planted))
+    assert natural < 0.25
+    smoothing = sm.Smoothing(rpn=False, crs=False, cas_inputs="all")
+    smooth = weight_error(sm.smooth_layer(planted, None, smoothing), sample)
+    assert uneven - smooth > 0.8 * (uneven - natural)
+    assert uneven > 2 * natural
+
+
+@pytest.mark.slow
+def test_statistics_of_half_a_text_nearly_bound_the_other_half(samples):
+    """Theorem 3.1 is about calibration; other keys exceed its bound by little."""
+    for sample in samples:
+        statistics = sample.statistics(sample.layer)
+        smoothing = sm.Smoothing(**KEYS_ONLY, crs=False)
+        smooth = sm.smooth_layer(sample.layer, statistics, smoothing)
+        _, key = sample.query_key(smooth)
+        length = np.asarray(jnp.hypot(*jnp.split(key, 2, axis=-1)))
+        assert length[: TOKENS // 2].max() <= (1 + 1e-4) / 8
+        assert length.max() < 3 / 8

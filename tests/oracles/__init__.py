@@ -1,13 +1,13 @@
 """Numpy oracles of the numerics: float64 and integers, no jax, written from the equations."""
 
 from tests.oracles.cache import Cache as Cache
-from tests.oracles.extras import attention_with_extras as attention_with_extras
-from tests.oracles.extras import gradients_with_extras as gradients_with_extras
-from tests.oracles.extras import scores_of as scores_of
 from tests.oracles.gradient import Gradients as Gradients
 from tests.oracles.gradient import attention_gradients as attention_gradients
+from tests.oracles.gradient import attention_with_extras as attention_with_extras
+from tests.oracles.gradient import gradients_with_extras as gradients_with_extras
 from tests.oracles.gradient import rounded as rounded
 from tests.oracles.gradient import rounded_values as rounded_values
+from tests.oracles.gradient import scores_of as scores_of
 from tests.oracles.online import attention as attention
 from tests.oracles.online import decode as decode
 from tests.oracles.online import plain_attention as plain_attention

@@ -71,3 +71,17 @@ class fragments:
                     codes = word.value[:, None].view(kind)[:, b].astype(np.float64)
                     out[cls.G + 8 * half, cls._token(4 * i + b)] = codes
         return out
+
+
+class accumulator(fragments):
+    """Columns as a product leaves them; of words of halves the numbers."""
+
+    carrier = staticmethod(lambda x: x)
+
+    @classmethod
+    def _token(cls, c):
+        return 8 * (c // 2) + 2 * cls.T + c % 2
+
+    @classmethod
+    def half_words(cls, rows, dtype):
+        return cls.of_rows(rows)

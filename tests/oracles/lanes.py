@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tests.oracles import warp
-from tests.oracles.turns import Turns
+from tests.oracles.programs import Turns
 
 WARPS = 4
 
@@ -24,12 +24,12 @@ def patch(monkeypatch, *modules):
             monkeypatch.setattr(module.lanes, "update", update)
 
 
-def update(body, name, inputs, arrays, *, grid, warpgroups, shared=0):
-    """As `lanes.update`."""
+def update(body, name, inputs, arrays, *, grid, warpgroups, shared=0, backwards=False):
+    """As `lanes.update`; the last warp of a program first, if asked."""
     count, shapes = len(inputs), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
 
     def run(*given):
-        return _run(body, given[:count], given[count:], grid, warpgroups, shared)
+        return _run(body, given[:count], given[count:], grid, warpgroups, shared, backwards)
 
     return jax.pure_callback(run, shapes, *inputs, *arrays)
 
@@ -45,10 +45,10 @@ def launch(body, name, inputs, out, *, grid, warpgroups, shared=0):
     return jax.pure_callback(run, list(out), *inputs)
 
 
-def _run(body, inputs, written, grid, warpgroups, shared):
+def _run(body, inputs, written, grid, warpgroups, shared, backwards=False):
     arrays = [np.array(x) for x in (*inputs, *written)]
     pointers = [warp.Pointer(x.reshape(-1).view(np.uint8)) for x in arrays]
-    warps = range(WARPS * warpgroups)
+    warps = range(WARPS * warpgroups)[:: -1 if backwards else 1]
     for ids in itertools.product(*map(range, grid.values())):
         if not shared:
             for number in warps:

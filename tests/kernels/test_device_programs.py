@@ -1,15 +1,22 @@
-"""`benchmarks.device.sanitize`: every kernel has a case, and what is printed is read right."""
+"""`benchmarks.device`: sanitizers, registers, launches, texts of programs; what is printed."""
 
 import functools
+import importlib.util
 import json
+import os
 import re
 import sys
 import types
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks.device import sanitize, sanitizer_cases
+from benchmarks.device import launches, programs, registers, sanitize, sanitizer_cases, traced
+from benchmarks.device.sanitize import as_on_an_h100
+from benchmarks.shapes import Shape
+from benchmarks.suites.attention.prefill import Inputs
 
 KERNELS = Path(__file__).parents[2] / "pallas_kernels"
 
@@ -170,3 +177,155 @@ def test_a_whole_run(tmp_path, monkeypatch, capsys):
         for name in ("kv4, decode", "paged, bf16")
     ]
     assert str(out) in capsys.readouterr().out
+
+
+PRINTED = """ptxas warning : Registers are spilled to local memory in function 'first'
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'first' for 'sm_90a'
+ptxas info    : Function properties for first
+    40 bytes stack frame, 76 bytes spill stores, 72 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 40 bytes cumulative stack size
+ptxas info    : Compiling entry function 'second' for 'sm_90a'
+ptxas info    : Function properties for second
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 48 registers, used 1 barriers
+"""
+
+
+def test_what_ptxas_says():
+    assert registers.parse(PRINTED) == [("first", 168, 76, 72), ("second", 48, 0, 0)]
+    assert registers.parse("ptxas info    : 0 bytes gmem\n") == []
+
+
+def test_what_is_printed_beside_python_is_read(capfd):
+    with registers._output() as text:
+        os.write(1, b"out ")
+        os.write(2, b"err")
+    assert text() == "out err"
+    os.write(1, b"shown")
+    assert capfd.readouterr().out == "shown"
+
+
+def test_cases_are_calls_of_shapes():
+    """Their functions are traced when they are lowered: here only what they are called with."""
+    made = registers.cases()
+    call, arguments = made["prompts, fp8, 128, causal"]()
+    assert callable(call)
+    assert [x.shape for x in arguments] == [(2, 8192, n, 128) for n in (16, 4, 4)]
+    assert len(made) > 24 + 4 + 20
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins") is not None, reason="there may be a plugin"
+)
+def test_without_the_plugin_it_says_what_it_needs():
+    with pytest.raises(SystemExit, match=r"pip install 'jax\[cuda13\]"):
+        registers.described()
+    assert jax.devices()[0].platform == "cpu"
+
+
+PROGRAM = """HloModule jit_step
+
+%fused (p: f32[8]) -> f32[8] {
+  %p = f32[8] parameter(0)
+  ROOT %copy.9 = f32[8] copy(%p)
+}
+
+ENTRY %main (a: f32[8], b: f32[8]) -> f32[8] {
+  %a = f32[8] parameter(0)
+  %loop_add_fusion.1 = f32[8]{0} fusion(%a, %a), kind=kLoop, calls=%fused
+  %mpmd_map.3.0 = (f32[8], f32[8]) custom-call(%loop_add_fusion.1), custom_call_target="mosaic"
+  %get = f32[8] get-tuple-element(%mpmd_map.3.0), index=0
+  ROOT %loop_add_fusion.2 = f32[8]{0} fusion(%get, %a), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_kernels_of_a_program():
+    """Of the entry alone, and nothing that runs no kernel."""
+    assert programs.kernels(PROGRAM) == {"loop_add_fusion": 2, "mpmd_map": 1}
+
+
+CASE = "^plain append, 4 bits$"
+
+
+def test_equal_code_gives_equal_texts_and_a_difference_is_shown(tmp_path, capsys):
+    traced.main(["--write", str(tmp_path), CASE])
+    [path] = tmp_path.iterdir()
+    traced.main(["--compare", str(tmp_path), CASE])
+    assert "equal: plain append, 4 bits" in capsys.readouterr().out
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace(" add ", " sub ", 1), encoding="utf-8")
+    with pytest.raises(SystemExit, match="1 differ"):
+        traced.main(["--compare", str(tmp_path), CASE])
+    shown = capsys.readouterr().out
+    assert "differs: plain append, 4 bits" in shown
+    assert " sub " in shown
+
+
+def test_places_do_not_count():
+    one = "pallas_call[name=_append name_and_src_info=kernel at /a/b.py:12 x=<f at 0x7f1>] add"
+    other = "pallas_call[name=_other name_and_src_info=kernel at /c/d.py:9 x=<f at 0x8a2>] add"
+    assert traced.normalized(one) == traced.normalized(other)
+    assert traced.normalized(one) != traced.normalized(other.replace("add", "sub"))
+    assert traced.normalized("name=append") != traced.normalized("name=decode")
+
+
+def test_kernels_and_public_operations_are_cases():
+    names = [name for name, _ in traced.cases()]
+    assert len(names) == len(set(names)) == len({traced.path_of(traced.Path(), x) for x in names})
+    assert {"prompts, fp8, 128", "plain decode, 4 bits"} <= set(names)
+
+
+def test_the_default_comes_first_and_cudnn_before_it():
+    rows = list(launches.rows(""))
+    for shape in launches.SHAPES:
+        mine = [(name, change) for at, name, change in rows if at == shape]
+        assert mine[:2] == [("cudnn", None), ("cudnn e4m3", None)]
+        for name in launches.CONFIGS:
+            of_one = [change for at, change in mine if at == name]
+            assert of_one[0] == {}
+            assert {"in_turns": True} in of_one or {"in_turns": False} in of_one
+            assert len({str(change) for change in of_one}) == len(of_one)
+
+
+def test_a_pattern_keeps_the_peers():
+    rows = list(launches.rows("b2-s8192 fp8 .*turns"))
+    assert {at for at, *_ in rows} == {launches.SHAPES[0]}
+    assert {name for _, name, _ in rows} == {"cudnn", "cudnn e4m3", "fp8"}
+    assert all(change is None or "in_turns" in change for _, _, change in rows)
+
+
+@pytest.mark.quick(slow=2)
+@pytest.mark.parametrize("model", ["llama3-8b", "mha-16-narrow", "gemma2-9b"])
+def test_every_launch_lowers(model):
+    """For an H100 that is not there, with few tokens."""
+    import jax
+
+    inputs = Inputs(Shape(model, 1, 200, is_causal=True))
+    for name, config in launches.CONFIGS.items():
+        for change in launches.changes(inputs.shape, config):
+            with as_on_an_h100():
+                call, arguments, output = launches._ours(name, change, inputs)
+                traced = jax.jit(lambda *x, c=call, o=output: o(c(*x))).trace(*arguments)
+                lowered = traced.lower(lowering_platforms=("cuda",))
+            assert "turbojax_attention_hopper" in str(traced.jaxpr)
+            assert lowered.out_info.shape == inputs.query.shape
+            assert lowered.out_info.dtype == jnp.bfloat16
+
+
+@pytest.mark.slow
+def test_gradients_lower():
+    import jax
+
+    inputs = Inputs(Shape("tiny", 1, 200, is_causal=True))
+    for name in launches.GRADIENTS:
+        with as_on_an_h100():
+
+            def both(name=name):
+                call, arguments, output = launches._gradient(name, {"in_turns": True}, inputs)
+                return output(call(*arguments))
+
+            traced = jax.jit(both).trace()
+            traced.lower(lowering_platforms=("cuda",))
+        assert "turbojax_key_gradient_hopper" in str(traced.jaxpr)
