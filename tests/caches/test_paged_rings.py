@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import turbojax as tj
 from tests.caches.cache_helpers import assert_same_bits
 from tests.contracts.storage_helpers import assert_same_leaves
 from tests.models.family_helpers import least
@@ -43,7 +44,8 @@ def new(kind, window=WINDOW, channels=CHANNELS, dtype=jnp.float32):
 
 @functools.partial(jax.jit, static_argnames="options")
 def prompt(layer, query, key, value, lengths, options=OPTIONS):
-    return layers.append_and_attend(query, key, value, layer, lengths, options=options)
+    given = {"key_value_seq_lengths": lengths, **options.arguments()}
+    return tj.prefill(query, key, value, layer, **given)
 
 
 @jax.jit
@@ -53,7 +55,7 @@ def steps(layer, query, key, value):
     def step(layer, qkv):
         q, k, v = (x[:, None] for x in qkv)
         layer = layers.append(layer, k, v)
-        return layer, layers.attend(q, layer, options=OPTIONS)[:, 0]
+        return layer, tj.decode(q, layer, **OPTIONS.arguments())[:, 0]
 
     layer, out = jax.lax.scan(step, layer, [jnp.moveaxis(x, 1, 0) for x in (query, key, value)])
     return jnp.moveaxis(out, 0, 1), layer
@@ -179,18 +181,17 @@ def test_queries_that_would_see_what_is_gone_are_refused():
     _, held = prompted("paged")
     query = tokens(1, 3, HEADS)
     with pytest.raises(ValueError, match="a query sees all tokens, must see at most 20"):
-        layers.attend(query, held)
+        tj.decode(query, held)
     with pytest.raises(ValueError, match="a query sees 21 tokens, must see at most 20"):
-        layers.attend(query, held, options=AttentionOptions(local_window_size=21))
+        tj.decode(query, held, local_window_size=(20, 0))
     with pytest.raises(ValueError, match="150 query tokens must be at most 142"):
-        layers.attend(tokens(150, 3, HEADS), held, options=OPTIONS)
+        tj.decode(tokens(150, 3, HEADS), held, **OPTIONS.arguments())
     with pytest.raises(ValueError, match="local_window_size=0 must be at least 1"):
         new("paged", 0)
     with pytest.raises(ValueError, match=r"lengths \[501, 351, 201\].*at most max_length=400"):
-        layers.append_and_attend(
-            tokens(201, 0, HEADS), tokens(201, 1), tokens(201, 2), held,
-            jnp.full(BATCH, 201), options=OPTIONS,
-        )  # fmt: skip
+        prompt.__wrapped__(
+            held, tokens(201, 0, HEADS), tokens(201, 1), tokens(201, 2), jnp.full(BATCH, 201)
+        )
 
 
 def test_windows_of_any_size_keep_what_new_tokens_see():
