@@ -40,6 +40,8 @@ class TestWhatIsAsked:
             "one/engine": {"over_by_hand": 1.1},
             "pages/turbo4": {"times_bf16": 1.8},
             "int4/engine": {"times_bf16_weights": 1.3},
+            "grid-128-2048/engine": {"generated_per_second": 26221},
+            "grid-1000-1000/engine": {"generated_per_second": 17744},
         }
 
     @pytest.mark.parametrize("made", [GROUPS, QUICK], ids=["whole", "quick"])
@@ -62,13 +64,19 @@ class TestWhatIsAsked:
                 pages = setting.pages(group.config, case.kv_dtype)
                 at_once = pages // -(-(group.prompt + group.new) // setting.page_size)
                 running = min(group.requests, group.clients or group.requests)
-                if group.label != "pages" or case.kv_dtype == "turbo4":
+                if group.label.startswith("grid"):  # twice as many as there are slots
+                    assert at_once >= setting.slots == running / 2
+                elif group.label != "pages" or case.kv_dtype == "turbo4":
                     assert min(at_once, setting.slots) >= running
                 else:
                     assert 35 <= at_once <= setting.slots < 104 / 2
 
     def test_it_takes_less_than_nine_minutes(self):
-        assert sum(case.expected for group in GROUPS.values() for case in group.cases) < 540
+        """But for the published grid, which takes less than six, in a run of its own."""
+        expected = {x: sum(case.expected for case in g.cases) for x, g in GROUPS.items()}
+        grid = sum(expected.pop(x) for x in list(expected) if x.startswith("grid"))
+        assert sum(expected.values()) < 540
+        assert grid < 360
 
     def test_what_rows_are_compared_with_is_there(self):
         for group in GROUPS.values():

@@ -6,23 +6,28 @@ import jax.numpy as jnp
 import pytest
 
 from tests.serving.engine_helpers import TINY, real_prompts
-from tests.serving.fake_engine import FakeEngine
-from tests.serving.server_helpers import running, tokenizer_with_chats
 from turbojax import models
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
+    # Imported here as the server's packages are not everywhere where this folder's tests run.
+    from tests.serving.server_helpers import tokenizer_with_chats
+
     return tokenizer_with_chats()
 
 
 @pytest.fixture(scope="module")
 def fake(tokenizer):
+    from tests.serving.fake_engine import FakeEngine
+
     return FakeEngine(tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="module")
 def served(fake, tokenizer):
+    from tests.serving.server_helpers import running
+
     with running(fake, tokenizer) as found:
         yield found
 

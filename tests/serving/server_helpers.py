@@ -5,9 +5,6 @@ import threading
 import time
 from collections.abc import Iterator
 
-import httpx
-import openai
-
 from tests.serving.engine_helpers import shallow_model
 from turbojax import server
 from turbojax.models import ByteTokenizer, Engine
@@ -76,15 +73,22 @@ class Running:
         self.thread.join(60)
         assert not self.thread.is_alive()
 
-    def client(self, **options) -> openai.OpenAI:
+    # Imported where they are used: machines with GPUs run other tests of this folder without them.
+    def client(self, **options):
+        import openai
+
         settings = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0}
         return openai.OpenAI(**{**settings, **options})
 
-    def async_client(self, **options) -> openai.AsyncOpenAI:
+    def async_client(self, **options):
+        import openai
+
         settings = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0}
         return openai.AsyncOpenAI(**{**settings, **options})
 
-    def http(self, **options) -> httpx.Client:
+    def http(self, **options):
+        import httpx
+
         return httpx.Client(base_url=self.url, timeout=60, **options)
 
 
