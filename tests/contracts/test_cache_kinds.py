@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import turbojax as tj
 from turbojax import caches as kv
 from turbojax.app.options import CACHES
 from turbojax.caches import (
@@ -393,3 +394,55 @@ def test_the_commands_help_names_every_kind():
     missing = [name for name in kv.CACHE_NAMES if name not in named]
     # One stands for all pages with bits of their own for keys and for values.
     assert [name for name in missing if not re.fullmatch(r"turbo_k[234]v[234]", name)] == []
+
+
+@pytest.mark.quick(5, slow=9)
+@every_kind
+def test_the_verbs_serve_it(name):
+    """As layers' attention does; queries that are padding give 0, and what is held comes back."""
+    start, count = np.zeros(BATCH, np.int32), np.array([3, 0, 2], np.int32)
+    query, key, value = at(start, TOKENS)
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+    out, cache = tj.prefill(query, key, value, empty(name), key_value_seq_lengths=lengths)
+    assert_found(out, start, LENGTHS)
+    query, key, value = at(LENGTHS, STEPS)
+    cache = tj.append(cache, key, value, lengths=count)
+    np.testing.assert_array_equal(cache.lengths, LENGTHS + count)
+    out, lse = tj.decode(query, cache, query_seq_lengths=count, return_residual=True)
+    assert_found(out, LENGTHS, count)
+    is_padding = np.arange(STEPS)[None] >= count[:, None]
+    assert (np.asarray(out)[is_padding] == 0).all()
+    assert (np.asarray(lse)[is_padding] == -np.inf).all()
+    assert np.isfinite(np.asarray(lse)[~is_padding]).all()
+    for held, given in zip(tj.dequantize(cache, jnp.float32), (KEYS, VALUES), strict=True):
+        assert (held.shape, held.dtype) == ((BATCH, ROOM, KV_HEADS, CHANNELS), jnp.float32)
+        for b, length in enumerate(LENGTHS + count):
+            assert (np.asarray(held)[b, length:] == 0).all()
+            for t, n in np.ndindex(length, KV_HEADS):
+                assert points_to(held[b, t, n], given[b, t, n]), (b, t, n)
+
+
+@pytest.mark.parametrize("name", ["exact", "kv4", "paged"])
+def test_of_a_ring_what_it_holds_is_dequantized(name):
+    sizes, room = (1, 700, KV_HEADS, CHANNELS), 700
+    tokens = jnp.asarray(np.random.default_rng(1).normal(size=(1, room, KV_HEADS, CHANNELS)))
+    whole, ring = (
+        kv.init_layer_cache(*sizes, kind=name, dtype=jnp.float32, local_window_size=window)
+        for window in (None, 20)
+    )
+    whole, ring = (tj.append(x, tokens.astype(jnp.float32), -tokens) for x in (whole, ring))
+    assert 20 <= ring.room < room
+    for all_held, held in zip(tj.dequantize(whole), tj.dequantize(ring), strict=True):
+        np.testing.assert_array_equal(held[:, -ring.room :], all_held[:, -ring.room :])
+        assert not np.asarray(held)[:, : -ring.room].any()
+
+
+@pytest.mark.parametrize("name", ["exact", "int8"])
+def test_what_exact_attention_lacks_is_refused(name):
+    query, key, value = at(np.zeros(BATCH, np.int32), 2)
+    with pytest.raises(NotImplementedError, match="return_residual=True must be False"):
+        tj.prefill(query, key, value, empty(name), return_residual=True)
+    with pytest.raises(ValueError, match="is_causal=False must be True"):
+        tj.prefill(query, key, value, empty(name), is_causal=False)
+    with pytest.raises(ValueError, match="implementation='triton' must be None or one of"):
+        tj.append(empty(name), key, value, implementation="triton")
