@@ -11,11 +11,11 @@ from turbojax import _checks
 from turbojax._pytrees import pytree
 from turbojax.attention.options import check_implementation
 from turbojax.caches import checks, ring
+from turbojax.caches.arrays import CacheArrays
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.creation import Sizes, born
 from turbojax.sharding.per_device import per_device_explicit
-from turbojax.sharding.specs import Split
 
 _UNIT = 16
 """Rows of a ring are a multiple of this."""
@@ -23,7 +23,7 @@ _UNIT = 16
 
 @pytree
 @dataclasses.dataclass(frozen=True)
-class ExactCache(Split):
+class ExactCache(CacheArrays):
     """Keys and values as they are, in one floating-point dtype.
 
     Token `p` is in row ``p % room`` of ``[B, room, K, H]``; rows without a token are zero.
@@ -80,17 +80,6 @@ class ExactCache(Split):
     def dtype(self) -> np.dtype:
         """Dtype of the keys and values held."""
         return self.key.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays held."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
-
-    @property
-    def compression_ratio(self) -> float:
-        """Bytes of bfloat16 keys and values of `max_length` tokens over `nbytes`."""
-        values = self.lengths.size * self.max_length * self.num_kv_heads * self.head_dim
-        return 4 * values / self.nbytes
 
 
 def init_cache(

@@ -1,7 +1,6 @@
 """`LatentCache`: latents and rotary keys of sequences that come and go together."""
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import jax
@@ -12,6 +11,7 @@ from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._pytrees import pytree
 from turbojax.caches import checks
+from turbojax.caches.arrays import nbytes
 from turbojax.caches.latent import formats
 from turbojax.caches.latent.pages import LatentPages
 from turbojax.sharding import tables
@@ -91,7 +91,7 @@ class LatentCache(formats.Holder, Split):
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays held, bookkeeping included."""
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
+        return nbytes(self)
 
     @property
     def compression_ratio(self) -> float:

@@ -1,7 +1,6 @@
 """`LatentPages`: latents and rotary keys of tokens in pages of one pool."""
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import jax
@@ -12,6 +11,7 @@ from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._pytrees import pytree
 from turbojax.caches import checks
+from turbojax.caches.arrays import nbytes
 from turbojax.caches.latent import formats
 from turbojax.caches.paged import checks as page_checks
 from turbojax.caches.paged.pool import PAGE_SIZES
@@ -90,7 +90,7 @@ class LatentPages(formats.Holder, Split):
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays held."""
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
+        return nbytes(self)
 
     @property
     def page_bytes(self) -> int:

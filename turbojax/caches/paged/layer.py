@@ -1,7 +1,6 @@
 """`PagedLayer`: a layer's KV cache in pages, for sequences that come and go together."""
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import jax
@@ -10,11 +9,11 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._pytrees import pytree
+from turbojax.caches.arrays import CacheArrays
 from turbojax.caches.paged.pool import KV_DTYPES, PagedCache, init_paged_cache
 from turbojax.caches.paged.pool import append as append_to_pages
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.creation import Sizes, born
-from turbojax.sharding.specs import Split
 
 PagedKind = str
 """One of `PAGED_KINDS`."""
@@ -41,7 +40,7 @@ more."""
 
 @pytree
 @dataclasses.dataclass(frozen=True)
-class PagedLayer(Split):
+class PagedLayer(CacheArrays):
     """A layer's KV cache in pages, for `B` sequences that come and go together.
 
     Every sequence has pages for `max_length` tokens from the start, so nothing is allocated later.
@@ -117,17 +116,6 @@ class PagedLayer(Split):
     def dtype(self) -> np.dtype:
         """Dtype of the keys and values it takes."""
         return self.pages.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays held, tables included."""
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
-
-    @property
-    def compression_ratio(self) -> float:
-        """Bytes of a bfloat16 cache of `max_length` tokens over `nbytes`."""
-        values = self.batch_size * self.max_length * self.pages.num_kv_heads * self.pages.head_dim
-        return 4 * values / self.nbytes
 
 
 def init_layer(

@@ -6,7 +6,6 @@ depend neither on its page nor on the call that brings it.
 """
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import jax
@@ -18,6 +17,7 @@ from turbojax._gradient import refuse_gradients
 from turbojax._pytrees import pytree
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.caches import checks
+from turbojax.caches.arrays import nbytes
 from turbojax.caches.paged import append_mosaic, append_triton
 from turbojax.caches.paged import checks as page_checks
 from turbojax.caches.paged import writing as page_writing
@@ -132,12 +132,12 @@ class PagedCache(Split):
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays held."""
-        return sum(_nbytes(x) for x in jax.tree.leaves(self))
+        return nbytes(self)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, keys and values, of one layer."""
-        return sum(_nbytes(x) for x in page_arrays(self).values()) // self.num_pages
+        return nbytes(page_arrays(self)) // self.num_pages
 
     @property
     def token_bytes(self) -> int:
@@ -452,7 +452,3 @@ def _gather(
 
 def _describe(x: jax.Array | None) -> str:
     return "None" if x is None else f"{x.dtype}{list(x.shape)}"
-
-
-def _nbytes(x: jax.Array) -> int:
-    return math.prod(x.shape) * x.dtype.itemsize

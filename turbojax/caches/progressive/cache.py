@@ -7,7 +7,6 @@ attends to it most, as to a sink, so it is kept in 8 bits.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -18,6 +17,7 @@ import numpy as np
 from turbojax import _checks
 from turbojax._pytrees import pytree
 from turbojax.caches import ring
+from turbojax.caches.arrays import CacheArrays, nbytes
 from turbojax.numerics.config import TurboConfig
 from turbojax.numerics.int8 import INT8_RANGE, round_scale
 from turbojax.numerics.packing import packed_size
@@ -99,7 +99,7 @@ class CacheSide(Split):
 
 @pytree
 @dataclasses.dataclass(frozen=True)
-class ProgressiveCache(Split):
+class ProgressiveCache(CacheArrays):
     """Keys and values of `B` sequences, compressed progressively.
 
     The caches of several layers may be stacked along a new first axis of every array, and mapped
@@ -247,25 +247,10 @@ class ProgressiveCache(Split):
         return self.blocks_of_room < self.blocks_of_length
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays held, bookkeeping included."""
-        return sum(_nbytes(leaf) for leaf in jax.tree.leaves(self))
-
-    @property
-    def compression_ratio(self) -> float:
-        """Bytes of a bfloat16 cache of `max_length` tokens over `nbytes`."""
-        return self._bfloat16_bytes / self.nbytes
-
-    @property
     def compression_ratio_without_buffer(self) -> float:
         """The same, not counting the two int8 buffers, whose size does not grow with length."""
-        buffers = _nbytes(self.key.buffer) + _nbytes(self.value.buffer)
+        buffers = nbytes((self.key.buffer, self.value.buffer))
         return self._bfloat16_bytes / (self.nbytes - buffers)
-
-    @property
-    def _bfloat16_bytes(self) -> int:
-        # `lengths` has all leading axes, those of stacked layers too.
-        return 4 * self.lengths.size * self.max_length * self.num_kv_heads * self.head_dim
 
     def validate(self) -> None:
         """Checks the invariants; under `jit` only shapes and dtypes can be seen.
@@ -452,10 +437,6 @@ def _on_devices(x: jax.Array, axes: Axes) -> jax.Array:
 def _named_leaves(tree: Any) -> dict[str, jax.Array]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-
-
-def _nbytes(x: jax.Array) -> int:
-    return math.prod(x.shape) * x.dtype.itemsize
 
 
 def _validate_values(cache: ProgressiveCache) -> None:

@@ -6,7 +6,6 @@ cache's bits do not depend on how tokens are split into calls.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -19,6 +18,7 @@ from turbojax._gradient import refuse_gradients
 from turbojax._pytrees import pytree
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.caches import checks, ring
+from turbojax.caches.arrays import CacheArrays
 from turbojax.caches.token_scaled import append_mosaic
 from turbojax.caches.token_scaled.codes import numbers as numbers
 from turbojax.caches.token_scaled.codes import quantize as quantize
@@ -28,14 +28,13 @@ from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.creation import Sizes, born
 from turbojax.sharding.per_device import per_device
-from turbojax.sharding.specs import Split
 
 ALLOCATION = 128
 """Tokens are allocated in multiples of this, so that kernels read whole tiles."""
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenScaledCache(Split):
+class TokenScaledCache(CacheArrays):
     """What `Kv4Cache` and `K8v4Cache` share: fields, sizes, checks; they differ in the keys' codes.
 
     Attributes:
@@ -88,18 +87,6 @@ class TokenScaledCache(Split):
     def is_ring(self) -> bool:
         """Whether new tokens overwrite those that no window reaches any more."""
         return self.room < self.max_length
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays held, bookkeeping included."""
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
-
-    @property
-    def compression_ratio(self) -> float:
-        """Bytes of a bfloat16 cache of `max_length` tokens over `nbytes`."""
-        # `lengths` has all leading axes, those of stacked layers too.
-        values = self.lengths.size * self.max_length * self.num_kv_heads * self.head_dim
-        return 4 * values / self.nbytes
 
     def validate(self) -> None:
         """Checks the invariants; under `jit` only shapes and dtypes can be seen."""
