@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from turbojax import TurboConfig, parallel
 from turbojax.attention.options import AttentionOptions
+from turbojax.caches.attend import of_call
 from turbojax.caches.kinds import init_layer_cache, kind_of
 
 BATCH, HEADS, CHANNELS, ROPE = 2, 2, 32, 16
@@ -143,8 +144,8 @@ class Case:
         compiled = self.split(several, P(AXIS)).lower(self.part, query).compile()
         out, residual = (np.asarray(x) for x in compiled(self.part, query))
         kind = kind_of(self.whole)
-        one = functools.partial(kind.decode, options=options, sinks=sinks, implementation="xla")
-        wanted = np.asarray(jax.jit(one)(query, self.whole))
+        one = functools.partial(kind.decode, **of_call(query, options, sinks, "xla"))
+        wanted = np.asarray(jax.jit(one)(query, self.whole)[0])
         return Found(out, residual, wanted, compiled.as_text())
 
 

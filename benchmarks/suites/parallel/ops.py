@@ -110,9 +110,8 @@ def _rounds(step: Callable[..., jax.Array], loops: int) -> Callable[..., jax.Arr
 
 def decode(name: str, split: str, batch: int, tokens: int, loops: int, devices: int) -> Row:
     """One new token of every sequence, arrays split over sequences or heads, plain `jit`."""
-    kind = kind_for(_CACHES[name])
     query, cache = _query(batch, 1), _cache(name, batch, tokens)
-    step = kind.decode
+    step: Any = tj.decode
     want = jax.jit(step)(query, cache)
     if devices > 1:
         axes = axes_of(split, devices)
@@ -129,11 +128,11 @@ def decode(name: str, split: str, batch: int, tokens: int, loops: int, devices: 
 
 def decode_sequence(name: str, tokens: int, loops: int, devices: int) -> Row:
     """One new token of one long sequence, whose tokens are split over the devices."""
-    kind, asked = kind_for(_CACHES[name]), _CACHES[name]
+    asked = _CACHES[name]
     query, whole = _query(1, 1), _cache(name, 1, tokens)
-    want = jax.jit(kind.decode)(query, whole)
+    want = jax.jit(tj.decode)(query, whole)
     if devices == 1:
-        compiled = jax.jit(_rounds(kind.decode, loops)).lower(query, whole).compile()
+        compiled = jax.jit(_rounds(tj.decode, loops)).lower(query, whole).compile()
         return {**timed(compiled, query, whole, loops=loops), "exchanges": {}, "difference": 0.0}
     del whole
     axes = axes_of("sequence", devices)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import turbojax as tj
 from benchmarks.measuring.calls import Arrays, Call, Case, Group, compared_rows
 from benchmarks.measuring.samples import (
     errors,
@@ -25,7 +26,7 @@ from benchmarks.measuring.work import Needs, attention_operations
 from benchmarks.shapes import Shape
 from benchmarks.suites.verdict.tables import CACHES, DECODE, FULL, METHODS, PROMPT, TRITON, family
 from benchmarks.tables import Row
-from turbojax.caches import LayerCache, cache_by_name, init_layer_cache, kind_for, kind_of
+from turbojax.caches import LayerCache, cache_by_name, init_layer_cache, kind_of
 from turbojax.caches.paged.layer import PagedLayer
 
 # Sequences end in the middle of a page, a block and a group, so that what is newest is read too.
@@ -134,7 +135,7 @@ def _decode(shape: Shape, arrays: Arrays, *, name: str) -> Call:
     facts = {"cache_bytes": cache.nbytes, "bits_per_number": bits_per_number(shape, cache.nbytes)}
 
     def attend(q: jax.Array, cache: LayerCache) -> jax.Array:
-        out: jax.Array = kind_of(cache).decode(q, cache, implementation=implementation)
+        out: jax.Array = tj.decode(q, cache, implementation=implementation)
         return out
 
     return Call(
@@ -179,12 +180,12 @@ def _prompt(shape: Shape, name: str, arrays: Arrays) -> Call:
     lengths = jnp.full(shape.batch, shape.tokens, jnp.int32)
     rows = np.unique(compared_rows(shape.tokens))
     want = arrays.get(_attended, shape, arrays)
-    kind = kind_for(cache_by_name(name, shape.heads.kv))
 
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array
     ) -> tuple[jax.Array, LayerCache]:
-        out, cache = kind.prefill(q, k, v, new_cache(shape, name), lengths)
+        given: Any = {"key_value_seq_lengths": lengths}
+        out, cache = tj.prefill(q, k, v, new_cache(shape, name), **given)
         return out, cache
 
     nbytes = jax.eval_shape(lambda: new_cache(shape, name)).nbytes
