@@ -1,1 +1,1 @@
-"""Attention operations: one folder per op, and the registry of implementations."""
+"""Attention without a cache: `turbo_attention`, `pooled_attention`, what all calls share."""
