@@ -5,6 +5,9 @@ every case into a folder, and `--compare FOLDER [PATTERN]` after it says which d
 first; it ends with 1 if any does. Cases are those of `registers`, kernels and all, as on an H100,
 and public operations in plain JAX. Needs no GPU. Places in source files, addresses and private
 names of functions, which moving code changes and compiled programs do not depend on, are left out.
+
+Kernels in the language of lanes are functions of Python to a jaxpr, which does not show what they
+do: `--code` with both adds the code of all Mosaic GPU kernels, which takes minutes instead of one.
 """
 
 import argparse
@@ -27,14 +30,14 @@ def normalized(text: str) -> str:
     return _PRIVATE.sub("name=_", _PLACES.sub(r"\1", text))
 
 
-def cases() -> Iterator[tuple[str, Callable[[], str]]]:
-    """Names, and what makes the text of each."""
+def cases(*, code: bool = False) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Names, and what makes the text of each, with the code of Mosaic's kernels if asked for."""
     from benchmarks.device.registers import cases as compiled
     from benchmarks.device.sanitize import as_on_an_h100
 
     def on_an_h100(build: Callable[[], Any]) -> str:
         with as_on_an_h100():
-            return _text(*build())
+            return _text(*build(), code=code)
 
     for name, build in compiled().items():
         yield name, functools.partial(on_an_h100, build)
@@ -96,28 +99,36 @@ def plain() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     return made
 
 
-def _text(call: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+def _text(call: Callable[..., Any], arguments: tuple[Any, ...], *, code: bool = False) -> str:
     import jax
 
-    return normalized(str(jax.make_jaxpr(call)(*arguments)))
+    traced = jax.jit(call).trace(*arguments)
+    texts = [str(traced.jaxpr)]
+    if code:
+        from benchmarks._compat import mosaic_code
+
+        with mosaic_code() as found:
+            traced.lower(lowering_platforms=("cuda",))
+        texts += found
+    return normalized("\n".join(texts))
 
 
 def path_of(folder: Path, name: str) -> Path:
     return folder / (re.sub(r"[^\w.-]+", "_", name) + ".txt")
 
 
-def write(folder: Path, pattern: str) -> None:
+def write(folder: Path, pattern: str, *, code: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, make in cases():
+    for name, make in cases(code=code):
         if re.search(pattern, name):
             path_of(folder, name).write_text(make(), encoding="utf-8")
             print("written:", name, flush=True)
 
 
-def compare(folder: Path, pattern: str) -> int:
+def compare(folder: Path, pattern: str, *, code: bool = False) -> int:
     """Says which cases differ from a folder's texts, and how many."""
     differing = 0
-    for name, make in cases():
+    for name, make in cases(code=code):
         if not re.search(pattern, name):
             continue
         path = path_of(folder, name)
@@ -137,10 +148,11 @@ def main(given: list[str] | None = None) -> None:
     what.add_argument("--write", type=Path, metavar="FOLDER")
     what.add_argument("--compare", type=Path, metavar="FOLDER")
     parser.add_argument("pattern", nargs="?", default="", help="regular expression on the names")
+    parser.add_argument("--code", action="store_true", help="also the code of Mosaic GPU kernels")
     arguments = parser.parse_args(given)
     if arguments.write:
-        write(arguments.write, arguments.pattern)
-    elif differing := compare(arguments.compare, arguments.pattern):
+        write(arguments.write, arguments.pattern, code=arguments.code)
+    elif differing := compare(arguments.compare, arguments.pattern, code=arguments.code):
         sys.exit(f"{differing} differ")
 
 

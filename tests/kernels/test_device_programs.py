@@ -263,6 +263,20 @@ def test_equal_code_gives_equal_texts_and_a_difference_is_shown(tmp_path, capsys
     assert " sub " in shown
 
 
+@pytest.mark.slow
+def test_code_of_lanes_is_compared_where_asked_for(tmp_path, capsys):
+    """A jaxpr does not show what a kernel's lanes do."""
+    name = "paged append, int8, Hopper"
+    traced.write(tmp_path, name, code=True)
+    assert traced.compare(tmp_path, name, code=True) == 0
+    text = traced.path_of(tmp_path, name).read_text(encoding="utf-8")
+    assert "llvm." in text
+    traced.path_of(tmp_path, name).write_text(text.replace("llvm.", "llvn.", 1), encoding="utf-8")
+    assert traced.compare(tmp_path, name, code=True) == 1
+    assert traced.compare(tmp_path, name) == 1  # without it, the code is missing
+    assert f"differs: {name}" in capsys.readouterr().out
+
+
 def test_places_do_not_count():
     one = "pallas_call[name=_append name_and_src_info=kernel at /a/b.py:12 x=<f at 0x7f1>] add"
     other = "pallas_call[name=_other name_and_src_info=kernel at /c/d.py:9 x=<f at 0x8a2>] add"
