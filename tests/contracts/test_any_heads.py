@@ -25,8 +25,8 @@ from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import _device, models, quantizers
 from turbojax import caches as kv
 from turbojax.attention.options import Options
-from turbojax.attention.turbo import triton
 from turbojax.caches.progressive import decode_mosaic
+from turbojax.caches.progressive import decode_triton as triton
 from turbojax.caches.progressive.update import store_prompt
 
 HEAD_DIM, BLOCK, MAX_LENGTH = 16, 16, 96

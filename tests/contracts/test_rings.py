@@ -13,10 +13,10 @@ from tests import oracles
 from tests.contracts.implementations import interpreted, kernel_is_slow
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax.attention.options import Options
-from turbojax.attention.turbo import triton as triton_decode
 from turbojax.caches import AttentionOptions, attend_new_tokens, init_layer_cache, kind_of, ring
 from turbojax.caches.exact import cache as exact
 from turbojax.caches.progressive import append_triton, decode_mosaic
+from turbojax.caches.progressive import decode_triton as triton_decode
 from turbojax.caches.token_scaled import cache as kv4
 from turbojax.caches.token_scaled import triton as triton_kv4
 

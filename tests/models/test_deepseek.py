@@ -121,7 +121,7 @@ def test_a_layer_against_an_oracle(decoder):
 @pytest.mark.fuzz
 def test_gradients_reach_all_weights(folder):
     """Training computes in expanded form; the correction is chosen by, and has none."""
-    model = models.decoder(folder("deepseek-v3"))
+    model = models.load(folder("deepseek-v3"))
     from flax import nnx
 
     text = jnp.asarray(moe.tokens(1, 7))
@@ -183,7 +183,7 @@ def test_first_layers_without_experts_and_layers_that_predict(folder, tmp_path):
     decoder = models.load_decoder(tmp_path)
     assert sum(x.size for x in jax.tree.leaves(decoder)) == dense.num_parameters
     assert np.isfinite(moe.logits(decoder, moe.tokens(1, 5))).all()
-    whole = models.unstack(models.decoder(tmp_path))
+    whole = models.unstack(models.load(tmp_path))
     jax.tree.map(np.testing.assert_array_equal, whole.layers, decoder.layers)
     stored = models.open_decoder(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, tuple(stored.layers), decoder.layers)
@@ -207,7 +207,7 @@ def test_the_correction_stays_float32(folder):
     assert (router["kernel"].dtype, router["correction"].dtype) == (jnp.bfloat16, jnp.float32)
     assert decoder.dtype == jnp.bfloat16
     tensors = models.checkpoint.huggingface.to_hf_tensors(
-        models.decoder(folder("deepseek-v3"), dtype=jnp.bfloat16)
+        models.load(folder("deepseek-v3"), dtype=jnp.bfloat16)
     )
     name = "model.layers.0.mlp.gate.e_score_correction_bias"
     np.testing.assert_array_equal(tensors[name], hf.tensors("deepseek-v3")[name])
