@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import time
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -449,3 +450,16 @@ def test_names_and_sizes():
     sized = Setting(1, 8, pool_bytes=2**20, page_size=16)
     # 2 layers, keys and values of 2 heads and 16 channels in 16 bits.
     assert sized.pages(group.config, "auto") == 2**20 // (2 * 2 * 2 * 16 * 2 * 16)
+
+
+def test_the_page_of_peers_shows_its_record():
+    root = Path(__file__).parents[2]
+    page = (root / "docs/benchmarks/peers.md").read_text(encoding="utf-8")
+    [path] = sorted((root / "benchmarks/results").glob("grid_*.json"))
+    assert path.name in page
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        ours, asked = row["generated_per_second"], row["asked"]["generated_per_second"]
+        cells = (
+            f"{row['prompt']:,}, {row['new']:,} | {ours:,.0f} | {asked:,.0f} | {ours / asked:.2f}x"
+        )
+        assert f"| {cells} |" in page

@@ -446,3 +446,17 @@ def test_what_exact_attention_lacks_is_refused(name):
         tj.prefill(query, key, value, empty(name), is_causal=False)
     with pytest.raises(ValueError, match="implementation='triton' must be None or one of"):
         tj.append(empty(name), key, value, implementation="triton")
+
+
+@pytest.mark.parametrize("name", ["exact", "int8", "kv4", "paged"])
+def test_lengths_out_of_range_are_refused(name):
+    """Also where many queries attend in chunks, and where lengths are numpy's or Python's."""
+    tokens = 600
+    query, key = (jnp.ones((1, tokens, n, CHANNELS)) for n in (HEADS, KV_HEADS))
+    cache = empty(name, 1, tokens)
+    with pytest.raises(ValueError, match=r"lengths=\[601\] must be between 0 and 600"):
+        tj.prefill(query, key, key, cache, key_value_seq_lengths=[601])
+    out, cache = tj.prefill(query, key, key, cache, key_value_seq_lengths=[5])
+    np.testing.assert_allclose(out[0, :5], 1, rtol=0.02)
+    with pytest.raises(ValueError, match=r"query_seq_lengths=\[601\] must be between 0 and 600"):
+        tj.decode(query, cache, query_seq_lengths=[601])

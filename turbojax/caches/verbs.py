@@ -116,7 +116,8 @@ def prefill(
       sequences that are not empty as `append` does.
 
     Raises:
-      TypeError: if dtypes are not `cache.dtype`, or `cache` is no such cache.
+      TypeError: if dtypes are not `cache.dtype` (exact caches take any), or `cache` is no such
+        cache.
       ValueError: as `turbo_attention`; if the cache was made for other shapes; outside `jit`, if
         a sequence is not empty or a prompt longer than `max_length`.
       NotImplementedError: as `turbo_attention`; where there is no log-sum-exp; or, but for exact

@@ -94,6 +94,7 @@ def attend(
     require_causal(options)
     _checks.check_query_key_value(query, key, value)
     if lengths is not None:  # a masked NaN would still be 0 times NaN
+        lengths = _checks.check_lengths("key_value_seq_lengths", lengths, *key.shape[:2])
         key, value = (rows.without_padding(x, lengths) for x in (key, value))
     static: dict[str, Any] = {"options": options, "implementation": implementation}
     return _attend(query, key, value, extras=extras, **static)

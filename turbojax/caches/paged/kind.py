@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from turbojax import _checks
 from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options, require_causal
 from turbojax.caches import new_tokens, ring
@@ -238,8 +239,8 @@ class Pages(Kind[PagedLayer]):
         """See `Kind.prefill`."""
         del residual
         require_causal(options)
-        if lengths is None:
-            lengths = jnp.full(key.shape[:1], key.shape[1], jnp.int32)
+        _checks.check_query_key_value(query, key, value)
+        lengths = _checks.check_lengths("key_value_seq_lengths", lengths, *key.shape[:2])
         static: Any = {"options": options, "extras": extras, "implementation": implementation}
         return append_and_attend(query, key, value, cache, lengths, **static)
 
@@ -256,6 +257,11 @@ class Pages(Kind[PagedLayer]):
     ) -> Attended:
         """See `Kind.decode`."""
         del residual
+        _checks.check_query(query)
+        if query_lengths is not None:
+            shape = query.shape[:2]
+            query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, *shape)
+            query_lengths = jnp.clip(query_lengths, 0, query.shape[1])
         static: Any = {"options": options, "extras": extras, "implementation": implementation}
         return attend(query, cache, query_lengths=query_lengths, **static)
 
