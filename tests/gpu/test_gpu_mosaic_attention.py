@@ -240,6 +240,41 @@ def test_long_contexts(kernel, mode):
         assert error(out, exact) <= 2 * error(theirs, exact) + 2e-3 * float(jnp.max(exact))
 
 
+def needle(tokens, depth):
+    """One key with half of the weight, and `tokens` others, of one sign, that share the rest."""
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(1, 64, 2, 128)), rng.normal(size=(1, tokens, 1, 128))
+    v = np.abs(rng.normal(size=k.shape)) + 1
+    axis = np.eye(128)[5]
+    q[..., 5] = 128**0.5 * (np.log(tokens) + 0.5) / 12
+    k[..., 5] = 0
+    k[0, int(depth * tokens), 0] = 12 * axis
+    v[0, int(depth * tokens)] *= -4
+    return [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+
+
+@MODES
+@pytest.mark.parametrize("depth", [0.0, 0.4, 0.999])
+def test_needle(kernel, mode, depth):
+    """In 128k keys a needle, and what all others give together, are as exact as in 4k.
+
+    Sums that keep too few bits lose the others, each of which has a millionth of the weight.
+    """
+    config = tj.TurboConfig(mode=mode)
+    errors = []
+    for tokens in (2**12, 2**17):
+        q, k, v = needle(tokens, depth)
+        out, _ = kernel(q, k, v, config=config)
+        scores = np.einsum("btnd,bskd->bnts", *(np.asarray(x, float) for x in (q, k))) / 128**0.5
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        assert 0.4 < weights.max(-1).min() < 0.6
+        want = np.einsum("bnts,bskd->btnd", weights, np.asarray(v, float))
+        errors.append(np.linalg.norm(np.asarray(out, float) - want) / np.linalg.norm(want))
+    assert errors[0] < 0.1
+    assert errors[1] <= 1.2 * errors[0] + 0.002
+
+
 @with_triton
 @MODES
 def test_the_same_bits_twice_of_upstream_triton(mode):
