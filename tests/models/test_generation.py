@@ -84,9 +84,9 @@ def test_generation_is_greedy(shallow):
 
 
 @pytest.mark.slow
-def test_a_step_is_given_to_the_device_before_its_token_is_read(shallow, monkeypatch):
+def test_tokens_are_launched_before_those_of_the_launch_before_are_read(shallow, monkeypatch):
     steps, read = [], []
-    step, choose = generation.decode_step, generation.choose
+    step, choose = generation.next_tokens, generation.choose
 
     class Chosen:
         """Tokens that tell how many steps were begun when the host asks for them."""
@@ -94,25 +94,30 @@ def test_a_step_is_given_to_the_device_before_its_token_is_read(shallow, monkeyp
         def __init__(self, tokens):
             self.tokens = tokens
 
+        def __getitem__(self, index):
+            return Chosen(self.tokens[index])
+
         def __array__(self, *_, **__):
             read.append(len(steps))
             return np.asarray(self.tokens)
 
     def counted(*arguments, **options):
         steps.append(None)
-        return step(*arguments, **options)
+        caches, tokens, fed, lengths = step(*arguments, **options)
+        return caches, Chosen(tokens), fed, lengths
 
     def chosen(*arguments, **options):
         tokens, fed = choose(*arguments, **options)
         return Chosen(tokens), fed
 
-    expected = models.generate(shallow, _tokens(1, 10), max_new_tokens=3)
-    monkeypatch.setattr(generation, "decode_step", counted)
+    expected = models.generate(shallow, _tokens(1, 10), max_new_tokens=10)
+    monkeypatch.setattr(generation, "next_tokens", counted)
     monkeypatch.setattr(generation, "choose", chosen)
-    result = models.generate(shallow, _tokens(1, 10), max_new_tokens=3)
+    result = models.generate(shallow, _tokens(1, 10), max_new_tokens=10)
     np.testing.assert_array_equal(result, expected)
-    # The first token waits for no step, and the last is fed to nobody.
-    assert read == [0, 2, 2]
+    # The first token waits for no launch; four each come from the others, the last one's are not
+    # all needed.
+    assert read == [0, 2, 3, 3]
 
 
 def test_tokens_are_yielded_before_the_cache_is_found_full(shallow):

@@ -100,11 +100,11 @@ def test_twenty_lengths_compile_one_pair_of_programs_for_each_size(model, cache,
     sizes = {bucket(length) for length in lengths}
     assert (len(lengths), sizes) == (20, {32, 64, 128})
     begun = compiled()
-    prefills, decodes = steps.run_prompts._cache_size(), steps.decode_step._cache_size()
+    prefills, decodes = steps.run_prompts._cache_size(), steps.next_tokens._cache_size()
     for length in lengths:
         run(length, 4)
     assert steps.run_prompts._cache_size() - prefills <= len(sizes)
-    assert steps.decode_step._cache_size() - decodes <= len(sizes)
+    assert steps.next_tokens._cache_size() - decodes <= len(sizes)
     # Besides these two: empty caches for each size, and once the choice of a token.
     assert compiled() - begun <= 3 * len(sizes) + 1
     begun = compiled()
@@ -225,9 +225,9 @@ def test_prompts_of_pooled_attention_keep_their_size(model, policy):
     tokens, options = prompts(1, 45), {"pooled_prefill": pooled}
     new = models.generate(model, tokens, max_new_tokens=6, **options)
     np.testing.assert_array_equal(new, exactly(model, tokens, 6, **options))
-    decodes = steps.decode_step._cache_size()
+    decodes = steps.next_tokens._cache_size()
     models.generate(model, tokens[:, :40], max_new_tokens=7, **options)
-    assert steps.decode_step._cache_size() == decodes
+    assert steps.next_tokens._cache_size() == decodes
 
 
 @pytest.mark.slow

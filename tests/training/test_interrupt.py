@@ -244,7 +244,7 @@ def test_train_says_where_it_goes_on(tmp_path):
 
 COMMANDS = {
     "generate": (["generate", "def f(x):", "--max-new-tokens", "64"], "jit(run_prompts)"),
-    "generate, decoding": (["generate", "a", "--max-new-tokens", "64"], "jit(decode_step)"),
+    "generate, decoding": (["generate", "a", "--max-new-tokens", "64"], "jit(next_tokens)"),
     "generate, random weights": (["generate", "--random-weights", "tiny"], "jit(run_prompts)"),
     "serve": (["serve", "{requests}", "--out", "{folder}/out"], "jit(run_step)"),
     "serve, standard output": (["serve", "{requests}"], "jit(enter)"),

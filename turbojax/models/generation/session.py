@@ -30,7 +30,14 @@ from turbojax.models.generation.sampling import (
     kind_of,
     sampling_rows,
 )
-from turbojax.models.generation.steps import choose, decode_step, joined, parts, run_prompts
+from turbojax.models.generation.steps import (
+    choose,
+    decode_step,
+    joined,
+    next_tokens,
+    parts,
+    run_prompts,
+)
 from turbojax.models.generation.stopping import Endings, check_stops
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import Tokenizer
@@ -86,9 +93,7 @@ class Session:
         if tokens.shape != self.lengths.shape:
             raise ValueError(f"{tokens.shape=} must be {self.lengths.shape}, one per sequence")
         if not self.has_room:
-            raise ValueError(
-                f"the cache is full: longest={self.longest} of {self.caches.max_length} tokens"
-            )
+            raise ValueError(_why_full(self.longest, self.caches))
         caches, logits, lengths = decode_step(
             self.decoder, self.caches, tokens, self.lengths, implementation=self.implementation
         )
@@ -340,27 +345,73 @@ def _stream(
     pad_token: int,
     drawn: int,
 ) -> Iterator[np.ndarray]:
-    kind = kind_of(options)
-    for i in range(max_new_tokens):
-        rows = sampling_rows(options, drawn + i)
-        chosen, fed = choose(session.logits, rows, kind=kind, axes=session.decoder.axes)
-        is_last = i + 1 == max_new_tokens
-        # The device has the next step before the host waits for these tokens, and runs while the
-        # host prepares. Where they end the last sequence, that step is for nothing. The first
-        # tokens wait for no step: it may have to be compiled.
-        is_ahead = i > 0 and not is_last and session.has_room
-        if is_ahead:
-            session = session.step(fed)
-        known = np.where(endings.ended, np.int32(pad_token), np.asarray(chosen))
-        nothing = ~endings.ended & (known == NOTHING)
-        if np.any(nothing):
-            raise ValueError(_why_nothing(session, np.flatnonzero(nothing).tolist()))
-        endings.add(known)
-        yield known
-        if is_last or endings.ended.all():
-            return
-        if not is_ahead:
-            session = session.step(fed)
+    launches = _Launches(session, max_new_tokens, options, drawn)
+    known = 0
+    for chosen in launches:
+        for tokens in np.asarray(chosen)[: max_new_tokens - known]:
+            tokens = np.where(endings.ended, np.int32(pad_token), tokens)
+            nothing = ~endings.ended & (tokens == NOTHING)
+            if np.any(nothing):
+                raise ValueError(_why_nothing(launches.caches, np.flatnonzero(nothing).tolist()))
+            endings.add(tokens)
+            known += 1
+            yield tokens
+            if endings.ended.all():
+                return
+    if known < max_new_tokens:
+        raise ValueError(_why_full(launches.longest, launches.caches))
+
+
+# Tokens of a launch. More let the host rest longer, and where sequences end, more are for nothing.
+_TOGETHER = 4
+
+
+class _Launches:
+    """New tokens of all sequences, int32 ``[n, B]`` on the device, launch after launch.
+
+    The device has the next launch before the host gets the tokens of one, and runs while the host
+    prepares. Where they end the last sequence, that launch is for nothing. The first tokens wait
+    for none: its program may have to be compiled. It ends with `most` tokens or more, or where
+    `caches`, after the latest launch, are full.
+    """
+
+    def __init__(
+        self, session: Session, most: int, options: Sequence[Sampling], drawn: int
+    ) -> None:
+        self.caches, self.longest = session.caches, session.longest
+        self._session, self._most = session, most
+        self._kind, self._rows = kind_of(options), sampling_rows(options, drawn)
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        launches = self._launch()
+        yield next(launches)
+        waiting = next(launches, None)
+        while waiting is not None:
+            following = next(launches, None)
+            yield waiting
+            waiting = following
+
+    def _launch(self) -> Iterator[jax.Array]:
+        decoder, lengths = self._session.decoder, self._session.lengths
+        chosen, fed = choose(self._session.logits, self._rows, kind=self._kind, axes=decoder.axes)
+        yield chosen[None]
+        made = 1
+        while made < self._most and self.longest < self.caches.max_length:
+            # Without room for all, one by one: another program, for the last tokens of a context.
+            has_room = self.longest + _TOGETHER <= self.caches.max_length
+            count = _TOGETHER if has_room else 1
+            self.caches, chosen, fed, lengths = next_tokens(
+                decoder,
+                self.caches,
+                fed,
+                lengths,
+                dataclasses.replace(self._rows, index=self._rows.index + np.int32(made)),
+                count=count,
+                kind=self._kind,
+                implementation=self._session.implementation,
+            )
+            made, self.longest = made + count, self.longest + count
+            yield chosen
 
 
 def generate(
@@ -388,13 +439,14 @@ def generate(
     `stop_strings`; both are part of the result, and `pad_token` fills up what is left of its row.
     Generation is over when all sequences have ended, or have `max_new_tokens`.
 
-    XLA compiles two programs, for the prompts and for a step, anew for each batch size, size of
-    prompts and size of caches. So that few calls compile, the longest prompt's length, to which all
-    are padded, and `max_new_tokens` are rounded up to a few sizes, see
-    `turbojax.models.generation.padding`: by less than 64 tokens or a quarter. Caches take memory
-    for the sum of both, at most for the model's `max_length`. Texts are those of exact sizes, as
-    `start` and `stream` give them, but for rounding: where tokens are equally likely to the last
-    bit.
+    XLA compiles two programs, for the prompts and for new tokens, anew for each batch size, size of
+    prompts and size of caches, the second also for each way of `sampling` (greedy, drawn,
+    restricted). So that few calls compile, the longest prompt's length, to which all are padded,
+    and `max_new_tokens` are rounded up to a few sizes, see `turbojax.models.generation.padding`: by
+    less than 64 tokens or a quarter. Caches take memory for the sum of both, at most for the
+    model's `max_length`. Texts are those of exact sizes, as `start` and `stream` give them, but for
+    rounding: where tokens are equally likely to the last bit. A launch of the device gives four
+    tokens of every sequence, so up to seven are for nothing once all have ended.
 
     Args:
       model: the model, see `start`.
@@ -485,9 +537,13 @@ def _rows(tokens: np.ndarray, lengths: Any) -> list[list[int]]:
     return [row[:length].tolist() for row, length in zip(tokens, np.asarray(lengths), strict=True)]
 
 
-def _why_nothing(session: Session, rows: list[int]) -> str:
+def _why_full(longest: int, caches: ModelCaches) -> str:
+    return f"the cache is full: {longest=} of {caches.max_length} tokens"
+
+
+def _why_nothing(caches: ModelCaches, rows: list[int]) -> str:
     message = f"the logits of sequences {rows} hold NaN: there is no next token"
     # Of several kinds some cannot have lost anything.
-    reasons = (kinds.kind_of(layer).why_nan(layer) for layer in session.caches.layers)
+    reasons = (kinds.kind_of(layer).why_nan(layer) for layer in caches.layers)
     reason = next((reason for reason in reasons if reason is not None), None)
     return message if reason is None else f"{message}; {reason}"

@@ -1,5 +1,6 @@
-"""The programs of a session: prompts through a model, one token of every sequence, its choice."""
+"""The programs of a session: prompts through a model, new tokens, and how they are chosen."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -60,6 +61,45 @@ def decode_step(
 
     rows, held = _specs(decoder.axes, caches)
     return on_mesh(run, decoder, (held, rows, rows), (held, rows, rows))(caches, tokens, lengths)
+
+
+@step_program(static_argnames=("count", "kind", "implementation"), donate_argnames="caches")
+def next_tokens(
+    decoder: Decoder | QuantizedDecoder,
+    caches: ModelCaches,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    rows: SamplingRows,
+    *,
+    count: int,
+    kind: Kind,
+    implementation: str | None,
+) -> tuple[ModelCaches, jax.Array, jax.Array, jax.Array]:
+    """`count` new tokens of every sequence after `tokens`, in one program; the caches are donated.
+
+    The host takes some 0.15 ms a layer to launch a step's kernels, for a small model several times
+    as long as the device needs for them. Within a loop all steps have the same memory, so a CUDA
+    graph is recorded once for all of them.
+
+    `tokens` and `lengths` are as in `decode_step`; `rows` sample the first of the tokens. Returns
+    the new caches, the chosen tokens int32 ``[count, B]``, the last ones as they are to be fed, and
+    the new lengths.
+    """
+
+    def step(
+        state: tuple[ModelCaches, jax.Array, jax.Array], i: jax.Array
+    ) -> tuple[tuple[ModelCaches, jax.Array, jax.Array], jax.Array]:
+        caches, fed, lengths = state
+        caches, logits, lengths = decode_step(
+            decoder, caches, fed, lengths, implementation=implementation
+        )
+        later = dataclasses.replace(rows, index=rows.index + i)
+        chosen, fed = choose(logits, later, kind=kind, axes=decoder.axes)
+        return (caches, fed, lengths), chosen
+
+    state = caches, tokens, lengths
+    (caches, fed, lengths), chosen = jax.lax.scan(step, state, jnp.arange(count, dtype=jnp.int32))
+    return caches, chosen, fed, lengths
 
 
 @step_program(static_argnames=("implementation", "pooled"), donate_argnames="caches")
