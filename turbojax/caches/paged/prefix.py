@@ -9,7 +9,8 @@ import numpy as np
 from turbojax import _checks
 from turbojax.caches.paged.allocator import PageAllocator
 
-_Tokens = tuple[int, ...]
+_Tokens = bytes
+"""Those of a page, as int64: compared faster than numbers of Python, and nothing to collect."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -269,10 +270,9 @@ class PrefixCache:
         if flat.size and not np.issubdtype(flat.dtype, np.integer):
             raise TypeError(f"tokens have dtype {flat.dtype}, must be integers")
         size = self._allocator.page_size
-        return [
-            tuple(flat[start : start + size].tolist())
-            for start in range(0, flat.size - size + 1, size)
-        ]
+        whole = np.ascontiguousarray(flat[: flat.size // size * size], np.int64)
+        pages: list[_Tokens] = whole.view(f"V{size * whole.itemsize}").tolist()
+        return pages
 
     def _use(self, chain: list[_Entry]) -> None:
         self._unsettled = True

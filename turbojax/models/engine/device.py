@@ -238,7 +238,7 @@ class Device:
         """A sequence comes into its slot; its pages ``[G, P]`` hold `held` tokens."""
         request = sequence.request
         tokens = np.zeros(self._state.history.shape[1], np.int32)
-        known = [*request.tokens, *sequence.new_tokens]
+        known = sequence.tokens
         tokens[: len(known)] = known
         left = request.max_new_tokens - len(sequence.new_tokens)
         numbers = np.array([sequence.slot, held, len(request.tokens), left], np.int32)
