@@ -510,7 +510,10 @@ class PageAllocator:
 
     def _kept(self, page: int) -> int:
         """How many hold a page beside sequences."""
-        return self._retained[page] + sum(page in pages for pages in self._keepers)
+        kept = self._retained[page]
+        for pages in self._keepers:
+            kept += page in pages
+        return kept
 
     def _add(self, state: _Sequence) -> int:
         sequence, self._next_id = self._next_id, self._next_id + 1

@@ -157,7 +157,8 @@ class PrefixCache:
             raise ValueError(f"{len(pages)} pages must be at least {len(full)}, the full ones")
         for page in pages[: len(full)]:
             is_gone = page == -1 and self._window is not None
-            if not is_gone and not self._allocator.holders(page):
+            is_held = page in self._entries or is_gone or self._allocator.holders(page)
+            if not is_held:
                 raise ValueError(f"{page=} is free: only a page in use can be remembered")
         chain = self._known(full)
         new = dict[int, int]()  # where in the chain, by page

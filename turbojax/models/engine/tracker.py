@@ -166,7 +166,7 @@ class RequestTracker:
             self._collect_guesses(step, found[:-1].reshape(-1, step.guesses + 3).tolist())
             return
         tokens = (found if chosen is None else chosen.tokens).tolist()
-        for row, sequence, _ in step.rows:
+        for row, sequence in zip(step.rows, step.sequences, strict=True):
             if sequence.status is Status.DONE:
                 continue  # it ended while this step ran
             count = sequence.request.logprobs
@@ -183,7 +183,8 @@ class RequestTracker:
 
     def _collect_guesses(self, step: Step, rows: list[list[int]]) -> None:
         """Adds the tokens of a step with guesses, some of which may be wrong."""
-        for row, sequence, most in step.rows:
+        numbered = zip(step.rows, step.sequences, step.counts, strict=True)
+        for row, sequence, most in numbered:
             if sequence.status is Status.DONE:
                 continue
             fed, new, *tokens = rows[row]
