@@ -338,9 +338,10 @@ class Sequence:
 
     def stopped_by(self, token: int) -> bool:
         """Whether the next new token ends it; to be called once for each."""
-        if self.text is not None:
-            self.text.add(token)
-        return token in self.stop_tokens or (self.text is not None and self.text.stopped)
+        if self.text is None:
+            return token in self.stop_tokens
+        self.text.add(token)
+        return token in self.stop_tokens or self.text.stopped
 
     def warn_of(self, error: Exception) -> None:
         """Warns of an exception of its constraint, which ends it."""

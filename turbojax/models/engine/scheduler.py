@@ -218,12 +218,14 @@ class Scheduler:
         """Lets decoding sequences go on by one token and as many guesses as there may be."""
         if self._limits.guesses and self._may_guess():
             plan.guesses = self._limits.guesses
-        more = 1 + plan.guesses
+        more, running = 1 + plan.guesses, Status.RUNNING
+        # What is looked up here is looked up for each of a thousand sequences in each step.
         for sequence in list(self.running):
             # Making room for an older one may have sent this one away.
-            if sequence.status is not Status.RUNNING:
+            if sequence.status is not running:
                 continue
-            if sequence.prefilling:
+            held = sequence.held
+            if held < len(sequence.prompt):
                 if self._has_windows:
                     self._grow(sequence, self._next_piece(sequence), plan)
                 continue
@@ -232,15 +234,16 @@ class Scheduler:
             wanted = sequence.request.max_new_tokens - sequence.sampled + sequence.unsure
             if wanted <= 0:
                 continue
-            count = min(more, wanted)
-            if _lacks_room(sequence, count) and not self._grow(sequence, count, plan):
+            count = more if more < wanted else wanted
+            lacks_room = held + count > sequence.room < sequence.end
+            if lacks_room and not self._grow(sequence, count, plan):
                 if len(self.running) > 1:
                     continue
                 # It is alone, and its windows' pages are too few for guesses.
                 plan.guesses, count = 0, 1
-                if _lacks_room(sequence, 1) and not self._grow(sequence, 1, plan):
+                if _end(sequence, 1) > sequence.room and not self._grow(sequence, 1, plan):
                     continue
-            sequence.held += count
+            sequence.held = held + count
             sequence.sampled += count
             sequence.unsure += count - 1
             plan.decoding.append(sequence)
@@ -295,7 +298,7 @@ class Scheduler:
 
     def _fill_with_prompts(self, plan: Plan, *, may_enter: bool) -> None:
         """Pieces of prompts, as many as there is room for in the step, oldest first."""
-        prefilling = [sequence for sequence in self.running if sequence.prefilling]
+        prefilling = [x for x in self.running if x.held < len(x.prompt)]
         # A prompt longer than a step leaves half of it to others, if there are any.
         is_alone = len(self.waiting) + len(prefilling) <= 1 or not self._limits.is_shared
         step = Filling(self._limits, is_alone)
@@ -577,12 +580,6 @@ def _end(sequence: Sequence, count: int) -> int:
     What is held counts guesses on their way, and the last of these may come after the end.
     """
     return min(sequence.held + count, sequence.end)
-
-
-def _lacks_room(sequence: Sequence, count: int) -> bool:
-    """Whether a sequence's pages are too few for so many more tokens."""
-    # The first comparison is nearly always enough, for each of a thousand sequences in each step.
-    return sequence.held + count > sequence.room < sequence.end
 
 
 def _is_under_way(first: Sequence | None) -> bool:

@@ -96,7 +96,7 @@ def new_state(num_groups: int, slots: int, max_pages: int, max_length: int) -> S
 
 
 # Of an entering request: numbers beside its tokens and tables, and how many come in one array.
-_NUMBERS, _MOST_ENTRIES, _TOKENS_OF_ENTRIES = 4, 8, 2**16
+_NUMBERS, _MOST_ENTRIES, _TOKENS_OF_ENTRIES = 4, 16, 2**16
 
 
 @functools.partial(jax.jit, donate_argnames="state")

@@ -165,12 +165,13 @@ class RequestTracker:
         if step.guesses:
             self._collect_guesses(step, found[:-1].reshape(-1, step.guesses + 3).tolist())
             return
-        tokens = (found if chosen is None else chosen.tokens).tolist()
+        tokens, done = (found if chosen is None else chosen.tokens).tolist(), Status.DONE
         for row, sequence in zip(step.rows, step.sequences, strict=True):
-            if sequence.status is Status.DONE:
+            if sequence.status is done:
                 continue  # it ended while this step ran
-            count = sequence.request.logprobs
-            logprobs = None if count is None else chosen.logprobs_of(row, count)
+            logprobs = None
+            if chosen is not None and (count := sequence.request.logprobs) is not None:
+                logprobs = chosen.logprobs_of(row, count)
             self._add_token(sequence, tokens[row], logprobs)
 
     def fetch(self, sequence: Sequence, copies: list[list[Any]]) -> tuple[int, float]:
