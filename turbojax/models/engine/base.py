@@ -90,7 +90,8 @@ class Guard:
             found = self._calls.setdefault(_CHANGE, call)  # one thread wins
             if found is call:
                 result = change()
-                del self._calls[_CHANGE]; return result  # fmt: skip  # noqa: E702
+                # The frame must not hold itself: what it holds would wait for the garbage collector.
+                del self._calls[_CHANGE], call, found; return result  # fmt: skip  # noqa: E702
         except BaseException as error:
             if self._calls.get(_CHANGE) is call:
                 # It stays on record: nobody can get in any more.
@@ -115,7 +116,7 @@ class Guard:
         except BaseException:
             del self._calls[_RUN]
             raise
-        del self._calls[_RUN]; return result  # fmt: skip  # noqa: E702
+        del self._calls[_RUN], call, found; return result  # fmt: skip  # noqa: E702
 
     def _refuse(self, call: Call) -> NoReturn:
         """Raises an error that says what became of a call found on record."""
