@@ -308,17 +308,28 @@ class BaseEngine(abc.ABC):
         self, progress: Callable[[int], None] | None
     ) -> tuple[dict[int, Result], collections.deque[Event]]:
         """The results, and the events that are left once these are handed out."""
-        while self._works():
-            tokens, finished = self._counts.new_tokens, self._counts.finished
-            self._guard.change("run", self._advance)
-            if self._counts.finished > finished:
-                # So that the waiting events do not grow with the number of requests.
-                self._events = collections.deque(
-                    event
-                    for event in self._events
-                    if isinstance(event, Finished) or event.request_id in self._live
-                )
-            if progress is not None:
-                progress(self._counts.new_tokens - tokens)
+        most = 0
+        try:
+            while self._works():
+                tokens = self._counts.new_tokens
+                self._guard.change("run", self._advance)
+                # So that the waiting events do not grow with the number of requests; now and then,
+                # as there may be a million of requests that are not done.
+                if len(self._events) > most:
+                    self._forget_told()
+                    most = 2 * len(self._events)
+                if progress is not None:
+                    progress(self._counts.new_tokens - tokens)
+        except BaseException:
+            self._forget_told()
+            raise
         results = {e.request_id: e.result for e in self._events if isinstance(e, Finished)}
         return results, collections.deque()
+
+    def _forget_told(self) -> None:
+        """Drops the tokens of requests that are done: their results tell them."""
+        self._events = collections.deque(
+            event
+            for event in self._events
+            if isinstance(event, Finished) or event.request_id in self._live
+        )
