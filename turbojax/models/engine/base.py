@@ -90,7 +90,7 @@ class Guard:
             found = self._calls.setdefault(_CHANGE, call)  # one thread wins
             if found is call:
                 result = change()
-                # The frame must not hold itself: what it holds would wait for the garbage collector.
+                # The frame must not hold itself: all it holds would wait for the garbage collector.
                 del self._calls[_CHANGE], call, found; return result  # fmt: skip  # noqa: E702
         except BaseException as error:
             if self._calls.get(_CHANGE) is call:
