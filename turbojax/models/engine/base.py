@@ -314,7 +314,7 @@ class BaseEngine(abc.ABC):
                 tokens = self._counts.new_tokens
                 self._guard.change("run", self._advance)
                 # So that the waiting events do not grow with the number of requests; now and then,
-                # as there may be a million of requests that are not done.
+                # as requests that are not done may have a million.
                 if len(self._events) > most:
                     self._forget_told()
                     most = 2 * len(self._events)
