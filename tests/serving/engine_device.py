@@ -94,12 +94,16 @@ class FakeDevice:
 
     # Slots ----------------------------------------------------------------------------------------
 
-    def enter(self, given, numbers, tokens, tables):
+    def enter(self, given, entries):
         after = donated(given)
-        slot, length, prompt, left = numbers
-        assert 0 <= slot < len(after.lengths)
-        after.tables[:, slot], after.history[slot] = tables, tokens
-        after.lengths[slot], after.prompts[slot], after.left[slot] = length, prompt, left
+        groups, slots, pages = after.tables.shape
+        entered = [entry for entry in entries if entry[0] < slots]
+        assert len({entry[0] for entry in entered}) == len(entered) > 0
+        for (slot, length, prompt, left), rest in ((entry[:4], entry[4:]) for entry in entered):
+            assert slot >= 0
+            tokens, tables = np.split(rest, [after.history.shape[1]])
+            after.tables[:, slot], after.history[slot] = tables.reshape(groups, pages), tokens
+            after.lengths[slot], after.prompts[slot], after.left[slot] = length, prompt, left
         return after
 
     def change(self, given, changes):

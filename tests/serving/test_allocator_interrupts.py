@@ -3,6 +3,7 @@
 import copy
 import random
 
+import numpy as np
 import pytest
 
 from tests.tools.interrupting import Lines, lines_of
@@ -41,12 +42,13 @@ class Pool:
         return sequences, tuple(pages._retained)
 
     def remembered(self):
-        """The tokens up to the end of each remembered page."""
+        """The tokens up to the end of each remembered page, that was used last comes last."""
         found = {}
-        for page, entry in self.prefixes._order.items():
+        entries = self.prefixes._entries.items()
+        for page, entry in sorted(entries, key=lambda item: item[1].used):
             chain = []
             while entry is not None:
-                chain[:0] = entry.tokens
+                chain[:0] = np.frombuffer(entry.tokens, np.int64).tolist()
                 entry = entry.parent
             found[page] = tuple(chain)
         return found
@@ -76,7 +78,7 @@ class Pool:
             nodes += node.children.values()
             assert node.page != -1 or node.children
             found.update({node.page: node} if node.page != -1 else {})
-        assert found == dict(self.prefixes._order)
+        assert found == dict(self.prefixes._entries)
 
 
 def tokens_of(pool, sequence):
@@ -176,6 +178,41 @@ def test_any_operation_interrupted_at_any_line(count, window, record_property):
     assert interrupts > count // 4
     assert refused > count // 100
     record_property("counted", f"allocator: {count:,} operations, {interrupts:,} interrupts")
+
+
+def scanned(pool, count):
+    """What `evict` is to free: as a scan of all pages finds them, the least recently used first."""
+    gone = []
+    entries = pool.prefixes._entries.values()
+    for entry in sorted(entries, key=lambda entry: entry.used):
+        follows = pool.prefixes._window is None and any(
+            child.page not in gone for child in entry.children.values()
+        )
+        if len(gone) < count and not follows and pool.pages.holders(entry.page) == 1:
+            gone.append(entry.page)
+    return gone
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_evictions_are_those_of_a_scan(window):
+    rng = random.Random(1)
+    pool = Pool(window)
+    evictions = 0
+    for _ in range(1500):
+        attempt(operation(rng, pool)[1], pool)
+        if len(pool.pages.sequences) > 12 or rng.random() < 0.2:
+            for sequence in pool.pages.sequences[::3]:
+                pool.pages.free(sequence)
+        if rng.random() < 0.3:
+            before, wanted = set(pool.prefixes._entries), rng.randrange(5)
+            expected = scanned(pool, wanted)
+            assert pool.prefixes.evict(wanted) == len(expected)
+            assert before - set(pool.prefixes._entries) == set(expected)
+            evictions += len(expected)
+        assert len(pool.prefixes._queue) <= len(pool.prefixes)
+        of_sequences = {page for s in pool.pages.sequences for page in pool.pages.pages(s)} - {-1}
+        assert pool.pages.pages_of_sequences() == len(of_sequences)
+    assert evictions > 50
 
 
 def test_interrupted_twice():

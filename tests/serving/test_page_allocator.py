@@ -250,12 +250,16 @@ def test_a_wrong_call_says_what_is_wrong_and_changes_nothing(name):
 def test_validate_finds_what_is_broken():
     pool = new()
     sequence = pool.allocate(20)
-    pool._holders[pool.pages(sequence)[0]] += 1
-    with pytest.raises(ValueError, match="page 0 has 1 holders, 2 are on record"):
+    pool._shares[pool.pages(sequence)[0]] += 1
+    with pytest.raises(ValueError, match="page 0 has 1 sequences, 2 are on record"):
         pool.validate()
     pool = new()
     pool._free.append(3)
     with pytest.raises(ValueError, match="are listed as free"):
+        pool.validate()
+    pool = new()
+    pool._idle[3] = 1
+    with pytest.raises(ValueError, match=r"pages \[3\] are listed as idle, must be \[\]"):
         pool.validate()
     pool = new()
     pool._sequences[pool.allocate(20)].length = 40

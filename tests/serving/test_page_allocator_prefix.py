@@ -94,7 +94,7 @@ def test_eviction_is_leaf_first_and_least_recently_used_first():
 
 
 def prefixes_pages(prefixes):
-    return list(prefixes._order)
+    return list(prefixes._entries)
 
 
 def test_pages_that_sequences_hold_are_not_evicted():

@@ -243,7 +243,7 @@ class Model(stateful.RuleBasedStateMachine):
     @stateful.invariant()
     def no_page_leaks(self):
         self.pool.validate()
-        held = set(self.prefixes._order)
+        held = set(self.prefixes._entries)
         held |= {page for sequence in self.numbers for page in self.pool.pages(sequence)}
         assert self.pool.num_free == PAGES - len(held)
         assert int(self.cache.lost) == 0

@@ -22,7 +22,7 @@ from benchmarks import tables as shared
 from benchmarks.suites.serving.cases import LOOP, STOPPED, Case, Group, Setting, Weights, engine_key
 from benchmarks.suites.serving.client import Load
 from benchmarks.tables import Row
-from turbojax import models, paged
+from turbojax import _garbage, models, paged
 from turbojax.attention.optional_arrays import of_layer
 from turbojax.attention.options import PLAIN
 from turbojax.caches import causal_attention
@@ -163,7 +163,8 @@ def measure(made: Made, group: Group, case: Case, deadline: float) -> Row:
     before = engine.statistics().to_json()
     requests = group.make()
     begun = time.perf_counter()
-    done = dict(serve(engine, requests, group.clients, deadline))
+    with _garbage.only_of_new_objects():  # as `turbojax serve`
+        done = dict(serve(engine, requests, group.clients, deadline))
     seconds = time.perf_counter() - begun
     after = engine.statistics().to_json()
     follows = following(group.config.vocab_size) if case.weights == "looping" else None

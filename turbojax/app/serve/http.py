@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from turbojax import _checks, _interrupt
+from turbojax import _checks, _garbage, _interrupt
 from turbojax.app import terminal
 from turbojax.app.serve import settings as making
 from turbojax.app.serve.run import ServingReport, report_of
@@ -102,7 +102,7 @@ def serve_http(
             typer.echo(f"turbojax serve: {name} on {url}, Ctrl-C ends it", err=True)
 
         # The server handles signals itself: it ends after the requests that it has begun.
-        with _interrupt.elsewhere():
+        with _interrupt.elsewhere(), _garbage.only_of_new_objects():
             serve(
                 engine,
                 model.tokenizer,

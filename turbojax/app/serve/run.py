@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from turbojax import _garbage
 from turbojax.app.serve.requests import TextRequest, longest
 from turbojax.app.serve.settings import Models, Pool, Settings, make_engine, plan
 from turbojax.app.text_model import FoundModel, TextModel, than_bfloat16
@@ -123,11 +124,12 @@ def serve(
         texts |= dict.fromkeys(numbers, _Samples(request, model.tokenizer))
     if accepted is not None:
         accepted()
-    while not engine.idle:
-        events = engine.step()
-        ended = _follow(events, texts, emit)
-        if progress is not None:
-            progress(sum(isinstance(event, NewToken) for event in events), ended)
+    with _garbage.only_of_new_objects():
+        while not engine.idle:
+            events = engine.step()
+            ended = _follow(events, texts, emit)
+            if progress is not None:
+                progress(sum(isinstance(event, NewToken) for event in events), ended)
     return report_of(engine, chosen, pool, len(running), kept=len(requests) - len(running))
 
 

@@ -2,6 +2,7 @@
 
 import array
 import dataclasses
+import itertools
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
@@ -119,15 +120,19 @@ class PageAllocator:
         # Derived from these. `_unsettled` is True while they may disagree, as after a call that
         # was interrupted.
         self._unsettled = False
-        self._holders = [0] * int(num_pages)
+        # How many sequences hold each page.
+        self._shares = [0] * int(num_pages)
         # A stack: a page used a moment ago is taken first. Page 0 comes first of all.
         self._free = list(range(int(num_pages) - 1, -1, -1))
+        # Pages that only others hold, by when the last holder let go, counted in `_moment`.
+        self._idle: dict[int, int] = {}
+        self._moment = 0
         self._next_id = 0
 
     @property
     def num_pages(self) -> int:
         """Pages of the pool."""
-        return len(self._holders)
+        return len(self._shares)
 
     @property
     def page_size(self) -> int:
@@ -177,8 +182,7 @@ class PageAllocator:
         self._check_free(count)
         self._unsettled = True
         fresh = self._take(count)
-        for page in shared:
-            self._holders[page] += 1
+        self._share(shared)
         length = len(prefix) * self.page_size + int(tokens)
         pages = array.array("i", [_RELEASED] * released + shared + fresh)
         return self._add(_Sequence(pages, length, released))
@@ -205,7 +209,7 @@ class PageAllocator:
         _check_tokens(tokens)
         pages, length = state.pages, state.length + int(tokens)
         is_partial = tokens > 0 and state.length % self.page_size > 0
-        replaces = is_partial and self._holders[pages[-1]] > 1
+        replaces = is_partial and self.holders(pages[-1]) > 1
         count = self._pages_for(length) - len(pages) + int(replaces)
         self._check_free(count)
         copies = list[PageCopy]()
@@ -214,7 +218,7 @@ class PageAllocator:
             fresh, pages = self._take(count), pages[:]
             if replaces:
                 copies.append(PageCopy(source=pages[-1], destination=fresh[0]))
-                self._holders[pages.pop()] -= 1
+                self._unshare(pages.pop())
             pages.extend(fresh)
         state = _Sequence(pages, length, state.released)
         # Python looks for signals after calls, so nothing can interrupt between these two.
@@ -235,8 +239,7 @@ class PageAllocator:
         self._settle()
         state = self._find(sequence)
         self._unsettled = True
-        for page in state.held:
-            self._holders[page] += 1
+        self._share(state.held)
         return self._add(state)
 
     def release_before(self, sequence: int, tokens: int) -> int:
@@ -268,7 +271,7 @@ class PageAllocator:
             return 0
         self._unsettled = True
         for page in reversed(gone):
-            self._let_go(page)
+            self._unshare(page)
         pages = array.array("i", [_RELEASED] * released) + state.pages[released:]
         state = _Sequence(pages, state.length, released)
         self._sequences[sequence], self._unsettled = state, False; return len(gone)  # fmt: skip  # noqa: E702
@@ -287,7 +290,7 @@ class PageAllocator:
         self._unsettled = True
         # The first page is to be on top of the stack.
         for page in reversed(state.held):
-            self._let_go(page)
+            self._unshare(page)
         del self._sequences[sequence]; self._unsettled = False  # fmt: skip  # noqa: E702
 
     def length(self, sequence: int) -> int:
@@ -333,16 +336,29 @@ class PageAllocator:
     def holders(self, page: int) -> int:
         """How many sequences and retainers hold a page; ValueError if it is not in the pool."""
         self._settle()
-        return self._holders[self._in_pool(page)]
+        page = self._in_pool(page)
+        return self._shares[page] + self._kept(page)
 
     def pages_of_sequences(self) -> int:
         """How many pages sequences hold; one that several share counts once."""
         self._settle()
-        held = np.zeros(self.num_pages + 1, np.bool_)
-        arrays = [np.asarray(state.pages) for state in self._sequences.values()]
-        if arrays:
-            held[np.concatenate(arrays)] = True  # the last one is that of released pages, -1
-        return int(np.count_nonzero(held[:-1]))
+        return self.num_pages - len(self._free) - len(self._idle)
+
+    def idle_since(self, moment: int) -> tuple[list[int], int]:
+        """Pages in use by no sequence that a holder has let go of since then.
+
+        So a keeper learns which of its pages nobody else may hold any more.
+
+        Args:
+          moment: what an earlier call returned; 0 for all pages in use by no sequence.
+
+        Returns:
+          The pages, the last one first, and the present moment.
+        """
+        self._settle()
+        latest = reversed(self._idle)
+        pages = itertools.takewhile(lambda page: self._idle[page] > moment, latest)
+        return list(pages), self._moment
 
     def retain(self, page: int) -> None:
         """Holds a page in use on behalf of no sequence, as a prefix cache does.
@@ -356,9 +372,7 @@ class PageAllocator:
         """
         self._settle()
         page = self._in_use(page)
-        self._unsettled = True
-        self._holders[page] += 1
-        self._retained[page], self._unsettled = self._retained[page] + 1, False
+        self._retained[page] += 1
 
     def release(self, page: int) -> None:
         """Takes one `retain` back; without another holder the page is free.
@@ -375,7 +389,7 @@ class PageAllocator:
         if not self._retained[page]:
             raise ValueError(f"{page=} must be retained before it is released")
         self._unsettled = True
-        self._let_go(page)
+        self._let_go(page, self._kept(page) - 1)
         self._retained[page], self._unsettled = self._retained[page] - 1, False
 
     def add_keeper(self, pages: MutableMapping[int, Any]) -> None:
@@ -410,9 +424,7 @@ class PageAllocator:
         page = self._in_use(page)
         if page in pages:
             raise ValueError(f"{page=} must not be kept already")
-        self._unsettled = True
-        self._holders[page] += 1
-        pages[page], self._unsettled = value, False
+        pages[page] = value
 
     def drop(self, pages: MutableMapping[int, Any], page: int) -> None:
         """Takes a page out of a mapping of `add_keeper`.
@@ -428,7 +440,7 @@ class PageAllocator:
         if page not in pages:
             raise KeyError(f"{page=} must be kept before it is dropped")
         self._unsettled = True
-        self._let_go(page)
+        self._let_go(page, self._kept(page) - 1)
         del pages[page]; self._unsettled = False  # fmt: skip  # noqa: E702
 
     def statistics(self, page_bytes: int | None = None) -> PoolStatistics:
@@ -442,7 +454,7 @@ class PageAllocator:
         return PoolStatistics(
             num_pages=self.num_pages,
             free=self.num_free,
-            shared=sum(count > 1 for count in self._holders),
+            shared=sum(self.holders(page) > 1 for page in range(self.num_pages)),
             sequences=len(self._sequences),
             tokens=sum(
                 state.length - state.released * self.page_size for state in self._sequences.values()
@@ -467,31 +479,41 @@ class PageAllocator:
                 raise ValueError(
                     f"sequence {sequence} misses pages {missing}, {state.released} are released"
                 )
-        holders = self._count_holders()
-        for page, (counted, kept) in enumerate(zip(holders, self._holders, strict=True)):
-            if counted != kept:
-                raise ValueError(f"page {page} has {counted} holders, {kept} are on record")
-        free = [page for page, count in enumerate(holders) if count == 0]
+        shares = self._count_shares()
+        for page, (counted, noted) in enumerate(zip(shares, self._shares, strict=True)):
+            if counted != noted:
+                raise ValueError(f"page {page} has {counted} sequences, {noted} are on record")
+        others = [page for page, count in enumerate(shares) if count == 0]
+        free = [page for page in others if not self._kept(page)]
         if sorted(self._free) != free:
             raise ValueError(f"pages {sorted(self._free)} are listed as free, must be {free}")
+        idle = [page for page in others if self._kept(page)]
+        if sorted(self._idle) != idle:
+            raise ValueError(f"pages {sorted(self._idle)} are listed as idle, must be {idle}")
 
     def _settle(self) -> None:
-        """Recounts holders and free pages where a call was interrupted."""
+        """Recounts who shares pages, free and idle ones, where a call was interrupted."""
         if self._unsettled:
-            self._holders = self._count_holders()
-            pages = range(self.num_pages - 1, -1, -1)
-            self._free = [page for page in pages if not self._holders[page]]
+            self._shares = self._count_shares()
+            self._free, self._idle = [], {}
+            for page in range(self.num_pages - 1, -1, -1):
+                if not self._shares[page]:
+                    self._let_go(page, self._kept(page))
             self._unsettled = False
 
-    def _count_holders(self) -> list[int]:
-        holders = list(self._retained)
+    def _count_shares(self) -> list[int]:
+        shares = [0] * self.num_pages
         for state in self._sequences.values():
             for page in state.held:
-                holders[page] += 1
-        for keeper in self._keepers:
-            for page in keeper:
-                holders[page] += 1
-        return holders
+                shares[page] += 1
+        return shares
+
+    def _kept(self, page: int) -> int:
+        """How many hold a page beside sequences."""
+        kept = self._retained[page]
+        for pages in self._keepers:
+            kept += page in pages
+        return kept
 
     def _add(self, state: _Sequence) -> int:
         sequence, self._next_id = self._next_id, self._next_id + 1
@@ -513,12 +535,29 @@ class PageAllocator:
     def _take(self, count: int) -> list[int]:
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
-            self._holders[page] = 1
+            self._shares[page] = 1
         return taken
 
-    def _let_go(self, page: int) -> None:
-        self._holders[page] -= 1
-        if self._holders[page] == 0:
+    def _share(self, pages: Iterable[int]) -> None:
+        """Counts one more sequence of pages in use."""
+        for page in pages:
+            self._shares[page] += 1
+            self._idle.pop(page, None)
+
+    def _unshare(self, page: int) -> None:
+        """Counts one sequence less."""
+        self._shares[page] -= 1
+        self._let_go(page, self._kept(page))
+
+    def _let_go(self, page: int, kept: int) -> None:
+        """A holder leaves a page, beside sequences to `kept` others."""
+        if self._shares[page]:
+            return
+        self._idle.pop(page, None)
+        if kept:
+            self._moment += 1
+            self._idle[page] = self._moment
+        else:
             self._free.append(page)
 
     def _in_pool(self, page: int) -> int:
@@ -529,7 +568,7 @@ class PageAllocator:
 
     def _in_use(self, page: int) -> int:
         page = self._in_pool(page)
-        if not self._holders[page]:
+        if not self._shares[page] and not self._kept(page):
             raise ValueError(f"{page=} is free: only a page in use can be shared")
         return page
 

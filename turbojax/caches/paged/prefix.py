@@ -1,7 +1,7 @@
 """`PrefixCache`: pages of tokens seen before, to be shared by sequences that begin the same."""
 
-import collections
 import dataclasses
+import heapq
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -9,7 +9,8 @@ import numpy as np
 from turbojax import _checks
 from turbojax.caches.paged.allocator import PageAllocator
 
-_Tokens = tuple[int, ...]
+_Tokens = bytes
+"""Those of a page, as int64: compared faster than numbers of Python, and nothing to collect."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -22,12 +23,16 @@ class _Entry:
       tokens: in it.
       parent: the page before it.
       children: pages that may follow, by their tokens.
+      used: when it was used last.
+      queued: whether it is in the queue of those that may be evicted.
     """
 
     page: int
     tokens: _Tokens
     parent: "_Entry | None"
     children: dict[_Tokens, "_Entry"] = dataclasses.field(default_factory=dict)
+    used: int = 0
+    queued: bool = False
 
 
 class PrefixCache:
@@ -64,20 +69,24 @@ class PrefixCache:
         self._window = window
         # What is remembered, by page: the allocator holds these pages. A page is remembered after
         # the one before it and forgotten before it.
-        #
-        # From the least to the most recently used. Using a page also uses the pages before it (with
-        # a window, those that are needed), each parent after its child: so no parent comes before
-        # one of its children.
-        self._order: collections.OrderedDict[int, _Entry] = collections.OrderedDict()
-        allocator.add_keeper(self._order)
-        # The tree of the same entries. `_unsettled` is True while tree or order may be wrong, as
-        # after a call that was interrupted.
+        self._entries: dict[int, _Entry] = {}
+        allocator.add_keeper(self._entries)
+        # Uses are counted. Using a page also uses the pages before it (with a window, those that
+        # are needed), each parent after its child: so no parent was used before its children.
+        self._uses = 0
+        # A heap of entries that may be evicted, each once, by when they were used, or before. What
+        # is in it may have been used or shared since; what could be evicted since `_moment` of the
+        # allocator is not in it yet.
+        self._queue: list[tuple[int, _Entry]] = []
+        self._moment = 0
+        # The tree of the same entries. `_unsettled` is True while tree, uses or queue may be wrong,
+        # as after a call that was interrupted.
         self._roots: dict[_Tokens, _Entry] = {}
         self._unsettled = False
 
     def __len__(self) -> int:
         """Pages remembered."""
-        return len(self._order)
+        return len(self._entries)
 
     def lookup(self, tokens: Sequence[int] | np.ndarray) -> tuple[tuple[int, ...], int]:
         """The longest known beginning of `tokens`, in whole pages.
@@ -148,14 +157,15 @@ class PrefixCache:
             raise ValueError(f"{len(pages)} pages must be at least {len(full)}, the full ones")
         for page in pages[: len(full)]:
             is_gone = page == -1 and self._window is not None
-            if not is_gone and not self._allocator.holders(page):
+            is_held = page in self._entries or is_gone or self._allocator.holders(page)
+            if not is_held:
                 raise ValueError(f"{page=} is free: only a page in use can be remembered")
         chain = self._known(full)
         new = dict[int, int]()  # where in the chain, by page
         for i, page in enumerate(pages[: len(full)]):
             if page == -1 or (i < len(chain) and chain[i].page != -1):
                 continue
-            if page in self._order or page in new:
+            if page in self._entries or page in new:
                 raise ValueError(f"{page=} must not be remembered already, after other tokens")
             new[page] = i
         self._unsettled = True
@@ -165,7 +175,7 @@ class PrefixCache:
             entry = chain[i]
             if new.get(page) == i:
                 entry.page = int(page)
-                self._allocator.keep(self._order, entry.page, entry)
+                self._allocator.keep(self._entries, entry.page, entry)
             self._siblings(entry)[page_tokens] = entry
         if chain:
             self._prune(chain[-1])
@@ -190,18 +200,22 @@ class PrefixCache:
             raise ValueError(f"{pages_needed=} must not be negative")
         self._settle()
         self._unsettled = True
-        victims: list[int] = []
-        for page, entry in self._order.items():
-            if len(victims) >= pages_needed:
-                break
-            # Its children came first in the order: those that could be freed are gone.
-            may_go = self._window is not None or not entry.children
-            if may_go and self._allocator.holders(page) == 1:
+        pages, self._moment = self._allocator.idle_since(self._moment)
+        for page in pages:
+            self._enqueue(self._entries.get(page))
+        victims = list[int]()
+        while self._queue and len(victims) < pages_needed:
+            used, entry = heapq.heappop(self._queue)
+            entry.queued = False
+            if used < entry.used:
+                self._enqueue(entry)
+            elif self._may_go(entry):
+                victims.append(entry.page)
                 entry.page = -1
                 self._prune(entry)
-                victims.append(page)
+                self._enqueue(entry.parent)
         for page in victims:
-            self._allocator.drop(self._order, page)
+            self._allocator.drop(self._entries, page)
         self._unsettled = False
         return len(victims)
 
@@ -209,9 +223,10 @@ class PrefixCache:
         """Forgets everything; pages that sequences hold stay theirs."""
         self._settle()
         self._unsettled = True
-        for page in list(self._order):
-            self._allocator.drop(self._order, page)
+        for page in reversed(list(self._entries)):
+            self._allocator.drop(self._entries, page)
         self._roots.clear()
+        self._queue.clear()
         self._unsettled = False
 
     def _known(self, pages: Iterable[_Tokens]) -> list[_Entry]:
@@ -256,27 +271,38 @@ class PrefixCache:
         if flat.size and not np.issubdtype(flat.dtype, np.integer):
             raise TypeError(f"tokens have dtype {flat.dtype}, must be integers")
         size = self._allocator.page_size
-        return [
-            tuple(flat[start : start + size].tolist())
-            for start in range(0, flat.size - size + 1, size)
-        ]
+        whole = np.ascontiguousarray(flat[: flat.size // size * size], np.int64)
+        pages: list[_Tokens] = whole.view(f"V{size * whole.itemsize}").tolist()
+        return pages
 
     def _use(self, chain: list[_Entry]) -> None:
         self._unsettled = True
         for entry in reversed(chain):
-            if entry.page != -1:
-                self._order.move_to_end(entry.page)
+            self._uses += 1
+            entry.used = self._uses
         self._unsettled = False
+
+    def _enqueue(self, entry: _Entry | None) -> None:
+        """Queues an entry that may be evicted, unless it is queued or may not."""
+        if entry is not None and not entry.queued and self._may_go(entry):
+            heapq.heappush(self._queue, (entry.used, entry))
+            entry.queued = True
+
+    def _may_go(self, entry: _Entry) -> bool:
+        """Whether an entry has a page to evict: only the cache holds it, and nothing follows it."""
+        if entry.page == -1 or (self._window is None and entry.children):
+            return False
+        return self._allocator.holders(entry.page) == 1
 
     def _siblings(self, entry: _Entry) -> dict[_Tokens, _Entry]:
         return self._roots if entry.parent is None else entry.parent.children
 
     def _settle(self) -> None:
-        """Rebuilds the tree, and puts the order right, where a call was interrupted."""
+        """Rebuilds the tree, and puts uses and queue right, where a call was interrupted."""
         if not self._unsettled:
             return
         # Entries that have a page, and all entries before these.
-        entries = dict.fromkeys(self._order.values())
+        entries = dict.fromkeys(self._entries.values())
         for entry in list(entries):
             parent = entry.parent
             while parent is not None and parent not in entries:
@@ -284,15 +310,15 @@ class PrefixCache:
                 parent = parent.parent
         self._roots = {}
         for entry in entries:
-            entry.page, entry.children = -1, {}
-        for page, entry in self._order.items():
+            entry.page, entry.children, entry.queued = -1, {}, False
+        for page, entry in self._entries.items():
             entry.page = page
         for entry in entries:
             self._siblings(entry)[entry.tokens] = entry
-        for first in list(self._order.values()):
+        for first in sorted(self._entries.values(), key=lambda entry: entry.used):
             used: _Entry | None = first
             while used is not None:
-                if used.page != -1:
-                    self._order.move_to_end(used.page)
-                used = used.parent
+                self._uses += 1
+                used.used, used = self._uses, used.parent
+        self._queue, self._moment = [], 0
         self._unsettled = False

@@ -90,7 +90,8 @@ class Guard:
             found = self._calls.setdefault(_CHANGE, call)  # one thread wins
             if found is call:
                 result = change()
-                del self._calls[_CHANGE]; return result  # fmt: skip  # noqa: E702
+                # The frame must not hold itself: all it holds would wait for the garbage collector.
+                del self._calls[_CHANGE], call, found; return result  # fmt: skip  # noqa: E702
         except BaseException as error:
             if self._calls.get(_CHANGE) is call:
                 # It stays on record: nobody can get in any more.
@@ -115,7 +116,7 @@ class Guard:
         except BaseException:
             del self._calls[_RUN]
             raise
-        del self._calls[_RUN]; return result  # fmt: skip  # noqa: E702
+        del self._calls[_RUN], call, found; return result  # fmt: skip  # noqa: E702
 
     def _refuse(self, call: Call) -> NoReturn:
         """Raises an error that says what became of a call found on record."""
@@ -307,17 +308,28 @@ class BaseEngine(abc.ABC):
         self, progress: Callable[[int], None] | None
     ) -> tuple[dict[int, Result], collections.deque[Event]]:
         """The results, and the events that are left once these are handed out."""
-        while self._works():
-            tokens, finished = self._counts.new_tokens, self._counts.finished
-            self._guard.change("run", self._advance)
-            if self._counts.finished > finished:
-                # So that the waiting events do not grow with the number of requests.
-                self._events = collections.deque(
-                    event
-                    for event in self._events
-                    if isinstance(event, Finished) or event.request_id in self._live
-                )
-            if progress is not None:
-                progress(self._counts.new_tokens - tokens)
+        most = 0
+        try:
+            while self._works():
+                tokens = self._counts.new_tokens
+                self._guard.change("run", self._advance)
+                # So that the waiting events do not grow with the number of requests; now and then,
+                # as requests that are not done may have a million.
+                if len(self._events) > most:
+                    self._forget_told()
+                    most = 2 * len(self._events)
+                if progress is not None:
+                    progress(self._counts.new_tokens - tokens)
+        except BaseException:
+            self._forget_told()
+            raise
         results = {e.request_id: e.result for e in self._events if isinstance(e, Finished)}
         return results, collections.deque()
+
+    def _forget_told(self) -> None:
+        """Drops the tokens of requests that are done: their results tell them."""
+        self._events = collections.deque(
+            event
+            for event in self._events
+            if isinstance(event, Finished) or event.request_id in self._live
+        )

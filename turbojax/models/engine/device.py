@@ -32,7 +32,9 @@ from turbojax.models.engine.step import (
     enter,
     idle_work,
     no_changes,
+    no_entries,
     run_step,
+    set_entry,
 )
 from turbojax.models.generation.sampling import Kind, greedy_rows, kind_of
 from turbojax.numerics.config import TurboConfig
@@ -157,17 +159,18 @@ class Programs:
 class Step:
     """A step that was given to the device.
 
-    `rows` has for each sequence that gets tokens the row, the sequence, and how many it gets at
-    most; `guesses` is how many of these are guesses at most, 0 for one token a row. `found` is
-    int32, see `run_step` and `speculation.accept`; `chosen` replaces its tokens where more was
-    wanted.
+    `rows` are those of `sequences`, which get one token each, or with guesses as many as `counts`
+    says at most; `guesses` is how many of these are guesses at most. `found` is int32, see
+    `run_step` and `speculation.accept`; `chosen` replaces its tokens where more was wanted.
     """
 
-    rows: list[tuple[int, Sequence, int]]
-    guesses: int
+    rows: list[int]
+    sequences: list[Sequence]
     found: jax.Array
     chosen: Chosen | None = None
     prompt_tokens: int = 0
+    guesses: int = 0
+    counts: list[int] = dataclasses.field(default_factory=list)
 
 
 class Device:
@@ -234,15 +237,17 @@ class Device:
 
     # Steps ----------------------------------------------------------------------------------------
 
-    def enter(self, sequence: Sequence, held: int, tables: np.ndarray) -> None:
-        """A sequence comes into its slot; its pages ``[G, P]`` hold `held` tokens."""
-        request = sequence.request
-        tokens = np.zeros(self._state.history.shape[1], np.int32)
-        known = [*request.tokens, *sequence.new_tokens]
-        tokens[: len(known)] = known
-        left = request.max_new_tokens - len(sequence.new_tokens)
-        numbers = np.array([sequence.slot, held, len(request.tokens), left], np.int32)
-        self._state = enter(self._state, numbers, tokens, tables)
+    def enter(self, entering: list[tuple[Sequence, int, np.ndarray]]) -> None:
+        """Sequences come into their slots, each with so many tokens in its pages ``[G, P]``."""
+        while entering:
+            entries = no_entries(self._state)
+            for entry, (sequence, held, tables) in zip(entries, entering, strict=False):
+                request = sequence.request
+                left = request.max_new_tokens - len(sequence.new_tokens)
+                numbers = sequence.slot, held, len(request.tokens), left
+                set_entry(entry, numbers, sequence.tokens, tables)
+            self._state = enter(self._state, entries)
+            entering = entering[len(entries) :]
 
     def run(self, plan: Plan, changes: list[tuple[int, int, int, int]]) -> Step:
         """Gives the device a step, after the changes of the tables, see `apply_changes`."""
@@ -252,8 +257,8 @@ class Device:
         program = self.programs.of(plan)
         work = idle_work(program, self._slots)
         work.changes[: len(few)] = few if few else 0
-        rows = self._fill(work, program, plan)
-        step = self._choose(rows, work.owners, self._model_step(work, program))
+        rows, sequences = self._fill(work, program, plan)
+        step = self._choose(rows, sequences, work.owners, self._model_step(work, program))
         step.prompt_tokens = sum(piece.count for piece in plan.pieces)
         return step
 
@@ -268,14 +273,14 @@ class Device:
 
     def _fill(
         self, work: Work, program: PromptProgram, plan: Plan
-    ) -> list[tuple[int, Sequence, int]]:
-        """Writes a plan into a step's work; returns `Step.rows`."""
+    ) -> tuple[list[int], list[Sequence]]:
+        """Writes a plan into a step's work; returns `Step.rows` and `Step.sequences`."""
         count, is_fixed = len(plan.decoding), not self.programs.decoding
         slots = np.array([sequence.slot for sequence in plan.decoding], np.int32)
         # Where bits must not depend on what else runs, a slot's row is always the same.
         at = slots if is_fixed else np.arange(count)
         work.slots[at] = work.owners[at] = slots
-        rows = list(zip(at.tolist(), plan.decoding, [1] * count, strict=True))
+        rows, sequences = at.tolist(), list(plan.decoding)
         first, part = program.rows if is_fixed else count, 0
         for i, piece in enumerate(plan.pieces):
             end = first + piece.count
@@ -288,9 +293,10 @@ class Device:
             work.outputs[output] = end - 1
             if piece.begin + piece.count == len(sequence.prompt):
                 work.owners[output] = sequence.slot
-                rows.append((output, sequence, 1))
+                rows.append(output)
+                sequences.append(sequence)
             first = end
-        return rows
+        return rows, sequences
 
     def _model_step(self, work: Work, program: PromptProgram) -> tuple[jax.Array, jax.Array]:
         packed = work.packed()
@@ -317,16 +323,18 @@ class Device:
 
     def _choose(
         self,
-        rows: list[tuple[int, Sequence, int]],
+        rows: list[int],
+        sequences: list[Sequence],
         owners: np.ndarray,
         step: tuple[jax.Array, jax.Array],
     ) -> Step:
         """Chooses again for rows that want more than the most likely token."""
         logits, found = step
-        others = [(row, sequence) for row, sequence, _ in rows if not sequence.is_plain]
+        numbered = zip(rows, sequences, strict=True)
+        others = [(row, sequence) for row, sequence in numbered if not sequence.is_plain]
         if not others:
             found.copy_to_host_async()
-            return Step(rows, 0, found)
+            return Step(rows, sequences, found)
         wanted = wanted_of(sequence.request for _, sequence in others).usual
         sampling = greedy_rows(len(owners))
         extras = no_extras(len(owners), self._vocabulary.size, wanted)
@@ -346,7 +354,7 @@ class Device:
             vocabulary=self._vocabulary,
         )
         self._state = dataclasses.replace(slots, history=history)
-        return Step(rows, 0, found, chosen)
+        return Step(rows, sequences, found, chosen)
 
     def _guess(self, plan: Plan, changes: list[tuple[int, int, int, int]]) -> Step:
         """Gives the device a step of guesses, see `speculation`."""
@@ -392,8 +400,9 @@ class Device:
             vocabulary=self._vocabulary,
         )
         found.copy_to_host_async()
-        numbered = zip(range(count), plan.decoding, plan.counts, strict=True)
-        return Step(list(numbered), plan.guesses, found)
+        return Step(
+            list(range(count)), plan.decoding, found, guesses=plan.guesses, counts=plan.counts
+        )
 
     # Compiling ahead ------------------------------------------------------------------------------
 
@@ -415,10 +424,7 @@ class Device:
     def _lowered(self, most: Kind) -> Iterable[Any]:
         """Every program, traced."""
         slots, programs = self._state, self.programs
-        groups, _, pages = slots.tables.shape
-        tokens = np.zeros(slots.history.shape[1], np.int32)
-        tables = np.zeros((groups, pages), np.int32)
-        yield enter.lower(slots, np.zeros(4, np.int32), tokens, tables)
+        yield enter.lower(slots, no_entries(slots))
         yield change.lower(slots, np.zeros((CHANGES, 4), np.int32))
         decoding = [decode_program(rows) for rows in programs.decoding]
         for program in (*programs.prompts, *decoding):

@@ -527,14 +527,16 @@ class Engine(BaseEngine):
         for sequence, pages in plan.returning:
             self._device.write(pages, self._tracker.swapped.pop(sequence.request_id))
         begins = {piece.sequence: piece.begin for piece in plan.pieces}
+        entering = []
         for sequence in plan.entering:
             held = begins.get(sequence, sequence.held)
             tables = [
                 group.allocator.block_tables([handle], self._max_pages)[0]
                 for group, handle in zip(self._groups, sequence.handles, strict=True)
             ]
-            self._device.enter(sequence, held, np.stack(tables))
+            entering.append((sequence, held, np.stack(tables)))
             self._tracker.started(sequence)
+        self._device.enter(entering)
 
     def _dispatch(self, plan: Plan) -> Step | None:
         """Gives the device a step, None if the plan is empty."""

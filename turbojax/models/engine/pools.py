@@ -185,7 +185,7 @@ def new_groups(
 
 
 def known_beginning(
-    groups: Sequence[Group], tokens: Sequence[int]
+    groups: Sequence[Group], tokens: np.ndarray
 ) -> tuple[int, tuple[tuple[int, ...], ...]]:
     """How many of the first tokens have pages that all groups remember, and each group's pages.
 

@@ -211,7 +211,8 @@ def best_of(results: Iterable[Result], count: int = 1) -> list[Result]:
 
 def check_vocabulary(request: Request, size: int) -> None:
     """Raises ValueError unless all tokens that a request names are in a vocabulary of this size."""
-    for token in (*request.tokens, *request.stop_tokens, *request.logit_bias):
+    tokens = (*request.tokens, *request.stop_tokens, *request.logit_bias)
+    for token in (min(tokens), max(tokens)):
         if not 0 <= token < size:
             raise ValueError(f"{token=} of a request must be within 0..{size - 1}")
     constraint = request.constraint
@@ -243,6 +244,8 @@ def _bias(values: Mapping[int, float]) -> dict[int, float]:
 
 def _integers(name: str, values: Many[int]) -> tuple[int, ...]:
     values = tuple(values)  # an iterator can be read only once
+    if set(map(type, values)) <= {int}:
+        return values  # at once, as there may be thousands
     for value in values:
         _checks.check_integer(f"a member of {name}", value)
     return tuple(int(value) for value in values)
@@ -277,8 +280,9 @@ class Sequence:
       can_guess: whether its tokens may be guessed: nothing is asked for but how they are drawn.
       slot: on the device, while running; -1 otherwise.
       handles: of each group's allocator, while running.
-      prompt: tokens to run before it decodes: those of the request and, after it left the pool
-        without its pages, also the new ones that it had.
+      prompt: int32, tokens to run before it decodes: those of the request and, after it left the
+        pool without its pages, also the new ones that it had.
+      end: tokens in its pages at most: the last new one is never fed, so it needs no place.
       held: tokens in its pages, or on their way there, at most.
       unsure: how many of these may be missing: guesses on their way that may be wrong.
       room: tokens that its pages have room for.
@@ -300,7 +304,8 @@ class Sequence:
     status: Status = Status.WAITING
     slot: int = -1
     handles: tuple[int, ...] = ()
-    prompt: tuple[int, ...] = ()
+    prompt: np.ndarray = dataclasses.field(init=False)
+    end: int = dataclasses.field(init=False)
     held: int = 0
     unsure: int = 0
     room: int = 0
@@ -313,7 +318,8 @@ class Sequence:
     gone: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        self.prompt = tuple(self.request.tokens)
+        self.prompt = np.array(self.request.tokens, np.int32)
+        self.end = self.request.total - 1
 
     @property
     def age(self) -> tuple[int, int]:
@@ -332,9 +338,10 @@ class Sequence:
 
     def stopped_by(self, token: int) -> bool:
         """Whether the next new token ends it; to be called once for each."""
-        if self.text is not None:
-            self.text.add(token)
-        return token in self.stop_tokens or (self.text is not None and self.text.stopped)
+        if self.text is None:
+            return token in self.stop_tokens
+        self.text.add(token)
+        return token in self.stop_tokens or self.text.stopped
 
     def warn_of(self, error: Exception) -> None:
         """Warns of an exception of its constraint, which ends it."""
@@ -348,6 +355,7 @@ class Sequence:
             )
 
     @property
-    def known(self) -> list[int]:
-        """The tokens in its pages, without those that the host does not know yet."""
-        return [*self.request.tokens, *self.new_tokens][: self.held - self.unsure]
+    def tokens(self) -> np.ndarray:
+        """All tokens that the host knows, int32: those of the request, then the new ones."""
+        first = self.prompt[: len(self.request.tokens)]
+        return np.concatenate([first, np.array(self.new_tokens, np.int32)])

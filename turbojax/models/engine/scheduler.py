@@ -218,12 +218,14 @@ class Scheduler:
         """Lets decoding sequences go on by one token and as many guesses as there may be."""
         if self._limits.guesses and self._may_guess():
             plan.guesses = self._limits.guesses
-        more = 1 + plan.guesses
+        more, running = 1 + plan.guesses, Status.RUNNING
+        # What is looked up here is looked up for each of a thousand sequences in each step.
         for sequence in list(self.running):
             # Making room for an older one may have sent this one away.
-            if sequence.status is not Status.RUNNING:
+            if sequence.status is not running:
                 continue
-            if sequence.prefilling:
+            held = sequence.held
+            if held < len(sequence.prompt):
                 if self._has_windows:
                     self._grow(sequence, self._next_piece(sequence), plan)
                 continue
@@ -232,15 +234,16 @@ class Scheduler:
             wanted = sequence.request.max_new_tokens - sequence.sampled + sequence.unsure
             if wanted <= 0:
                 continue
-            count = min(more, wanted)
-            if _end(sequence, count) > sequence.room and not self._grow(sequence, count, plan):
+            count = more if more < wanted else wanted
+            lacks_room = held + count > sequence.room < sequence.end
+            if lacks_room and not self._grow(sequence, count, plan):
                 if len(self.running) > 1:
                     continue
                 # It is alone, and its windows' pages are too few for guesses.
                 plan.guesses, count = 0, 1
                 if _end(sequence, 1) > sequence.room and not self._grow(sequence, 1, plan):
                     continue
-            sequence.held += count
+            sequence.held = held + count
             sequence.sampled += count
             sequence.unsure += count - 1
             plan.decoding.append(sequence)
@@ -295,7 +298,7 @@ class Scheduler:
 
     def _fill_with_prompts(self, plan: Plan, *, may_enter: bool) -> None:
         """Pieces of prompts, as many as there is room for in the step, oldest first."""
-        prefilling = [sequence for sequence in self.running if sequence.prefilling]
+        prefilling = [x for x in self.running if x.held < len(x.prompt)]
         # A prompt longer than a step leaves half of it to others, if there are any.
         is_alone = len(self.waiting) + len(prefilling) <= 1 or not self._limits.is_shared
         step = Filling(self._limits, is_alone)
@@ -362,7 +365,7 @@ class Scheduler:
         """Starts a waiting sequence."""
         if sequence is self._refused:
             return False
-        sequence.prompt = (*sequence.request.tokens, *sequence.new_tokens)
+        sequence.prompt = sequence.tokens
         self._share(sequence)
         if not self._has_room(self._pages_of_prompt(sequence)):
             self._free(sequence)
@@ -382,7 +385,7 @@ class Scheduler:
     def _share(self, sequence: Sequence) -> None:
         """Gives a sequence the pages that others have of its beginning."""
         # The last token has to run: its logits choose the next.
-        prompt = list(sequence.prompt[:-1])
+        prompt = sequence.prompt[:-1]
         first, size = sequence.first, self._page_size
         held, found = known_beginning(self._groups, prompt)
         if first is not None and first.status is Status.RUNNING:
@@ -416,12 +419,12 @@ class Scheduler:
     def _keep(self, group: Group, handle: int, sequence: Sequence) -> None:
         if group.prefixes is None:
             return
-        size = self._page_size
-        prompt = len(sequence.request.tokens)
-        known = sequence.known if self._cache_results else sequence.known[:prompt]
-        count = len(known) // size
-        pages = group.allocator.pages(handle)[:count]
-        if group.prefixes.insert(known[: count * size], pages):
+        held = sequence.held - sequence.unsure
+        if self._cache_results:
+            tokens = sequence.tokens[:held]
+        else:
+            tokens = sequence.prompt[: min(held, len(sequence.request.tokens))]
+        if group.prefixes.insert(tokens, group.allocator.pages(handle)):
             self._refused = None
 
     def _release_unseen(self, sequence: Sequence) -> None:
@@ -471,15 +474,15 @@ class Scheduler:
 
     def _to_come(self, group: Group, index: int, sequence: Sequence) -> int:
         """Pages that a running sequence will need soon: those of its prompt, or the next one."""
+        if group.window is None and not sequence.prefilling:
+            return int(sequence.room < sequence.end)
         released = group.allocator.released(sequence.handles[index])
         has = sequence.room // self._page_size - released
         if sequence.prefilling:
             rest = group.pages_for(len(sequence.prompt)) - released
             return max(min(rest, self._most(group, sequence)) - has, 0)
-        # The last token is never fed, so it needs no place.
-        total = sequence.request.total - 1
         ahead = 1 + self._limits.guesses
-        most = min(group.pages_for(total) - released, group.at_most(total, ahead))
+        most = min(group.pages_for(sequence.end) - released, group.at_most(sequence.end, ahead))
         return int(most > has)
 
     def _has_room(self, wanted: list[int]) -> bool:
@@ -538,7 +541,7 @@ class Scheduler:
 
         As a prompt they run in larger pieces, for which a window needs more pages.
         """
-        tokens = min(len(sequence.request.tokens) + sequence.sampled, sequence.request.total - 1)
+        tokens = min(len(sequence.request.tokens) + sequence.sampled, sequence.end)
         piece = min(self._limits.program.prompt_tokens, tokens)
         return all(x.at_most(tokens, piece) <= x.allocator.num_pages for x in self._groups)
 
@@ -572,11 +575,11 @@ def _age(sequence: Sequence) -> tuple[int, int]:
 
 
 def _end(sequence: Sequence, count: int) -> int:
-    """Tokens that a sequence's pages hold after so many more; the last one is never fed.
+    """Tokens that a sequence's pages hold after so many more.
 
     What is held counts guesses on their way, and the last of these may come after the end.
     """
-    return min(sequence.held + count, sequence.request.total - 1)
+    return min(sequence.held + count, sequence.end)
 
 
 def _is_under_way(first: Sequence | None) -> bool:

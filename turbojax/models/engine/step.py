@@ -95,22 +95,49 @@ def new_state(num_groups: int, slots: int, max_pages: int, max_length: int) -> S
     )
 
 
-@functools.partial(jax.jit, donate_argnames="state")
-def enter(state: State, numbers: jax.Array, tokens: jax.Array, tables: jax.Array) -> State:
-    """A request comes into a slot; `state` is donated.
+# Of an entering request: numbers beside its tokens and tables, and how many come in one array.
+_NUMBERS, _MOST_ENTRIES, _TOKENS_OF_ENTRIES = 4, 16, 2**16
 
-    `numbers` are the slot, the tokens in its pages, those of its prompt, and how many it may get.
-    `tokens` is int32 ``[L + 1]``, those that are known; `tables` int32 ``[G, P]``.
-    """
+
+@functools.partial(jax.jit, donate_argnames="state")
+def enter(state: State, entries: jax.Array) -> State:
+    """Requests come into slots, see `no_entries`; `state` is donated."""
     note_traced()
-    slot, length, prompt, left = numbers
+    slot, length, prompt, left = entries[:, :_NUMBERS].T
+    groups, _, pages = state.tables.shape
+    tables = entries[:, -groups * pages :].reshape(-1, groups, pages)
+    tokens = entries[:, _NUMBERS : -groups * pages]
     return State(
-        tables=state.tables.at[:, slot].set(tables),
-        lengths=state.lengths.at[slot].set(length),
-        history=state.history.at[slot].set(tokens),
-        prompts=state.prompts.at[slot].set(prompt),
-        left=state.left.at[slot].set(left),
+        tables=state.tables.at[:, slot].set(jnp.swapaxes(tables, 0, 1), mode="drop"),
+        lengths=state.lengths.at[slot].set(length, mode="drop"),
+        history=state.history.at[slot].set(tokens, mode="drop"),
+        prompts=state.prompts.at[slot].set(prompt, mode="drop"),
+        left=state.left.at[slot].set(left, mode="drop"),
     )
+
+
+def no_entries(state: State) -> np.ndarray:
+    """Rows for requests that enter, int32 ``[R, 4 + L + 1 + G * P]``, to be filled by `set_entry`.
+
+    A row is the slot, the tokens in its pages, those of its prompt, how many it may get, the tokens
+    that are known, and the tables. Rows with a slot past the last one, as all are at first, change
+    nothing. There are fewer where texts are long.
+    """
+    groups, slots, pages = state.tables.shape
+    tokens = state.history.shape[1]
+    rows = max(min(_MOST_ENTRIES, _TOKENS_OF_ENTRIES // tokens), 1)
+    entries = np.zeros((rows, _NUMBERS + tokens + groups * pages), np.int32)
+    entries[:, 0] = slots
+    return entries
+
+
+def set_entry(
+    entry: np.ndarray, numbers: tuple[int, int, int, int], tokens: np.ndarray, tables: np.ndarray
+) -> None:
+    """Fills in a row of `no_entries`."""
+    entry[:_NUMBERS] = numbers
+    entry[_NUMBERS : _NUMBERS + len(tokens)] = tokens
+    entry[-tables.size :] = tables.ravel()
 
 
 def apply_changes(state: State, changes: jax.Array) -> State:

@@ -165,12 +165,13 @@ class RequestTracker:
         if step.guesses:
             self._collect_guesses(step, found[:-1].reshape(-1, step.guesses + 3).tolist())
             return
-        tokens = (found if chosen is None else chosen.tokens).tolist()
-        for row, sequence, _ in step.rows:
-            if sequence.status is Status.DONE:
+        tokens, done = (found if chosen is None else chosen.tokens).tolist(), Status.DONE
+        for row, sequence in zip(step.rows, step.sequences, strict=True):
+            if sequence.status is done:
                 continue  # it ended while this step ran
-            count = sequence.request.logprobs
-            logprobs = None if count is None else chosen.logprobs_of(row, count)
+            logprobs = None
+            if chosen is not None and (count := sequence.request.logprobs) is not None:
+                logprobs = chosen.logprobs_of(row, count)
             self._add_token(sequence, tokens[row], logprobs)
 
     def fetch(self, sequence: Sequence, copies: list[list[Any]]) -> tuple[int, float]:
@@ -183,7 +184,8 @@ class RequestTracker:
 
     def _collect_guesses(self, step: Step, rows: list[list[int]]) -> None:
         """Adds the tokens of a step with guesses, some of which may be wrong."""
-        for row, sequence, most in step.rows:
+        numbered = zip(step.rows, step.sequences, step.counts, strict=True)
+        for row, sequence, most in numbered:
             if sequence.status is Status.DONE:
                 continue
             fed, new, *tokens = rows[row]
