@@ -114,12 +114,11 @@ def oracle(case, *, window=None, scale=SCALE):
     return out, lse
 
 
-def run(case, name, *, window=None, part=None, programs=132, scale=SCALE):
+def run(case, name, *, window=None, parts=None, longest=8192, programs=132, scale=SCALE):
     """By the kernel."""
-    heads = case.arrays[0].shape[2]
-    s = kernel.settings(scale, heads, window=window, codec=codec_of(name), programs=programs)
-    if part is not None:
-        s = dataclasses.replace(s, part=part)
+    units = kernel.units_of(*case.arrays[0].shape[:3])
+    s = kernel.settings(scale, units, window=window, codec=codec_of(name), programs=programs)
+    s = dataclasses.replace(s, parts=parts or s.parts, longest=longest)
     return kernel.attend(*case.arrays, s)
 
 

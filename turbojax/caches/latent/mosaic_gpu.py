@@ -69,7 +69,7 @@ def attend(
     del extras  # see `unsupported`
     settings = kernel.settings(
         options.scale,
-        query_latent.shape[2],
+        kernel.units_of(*query_latent.shape[:3]),
         window=None if options.window is None else options.window[0],
         codec=codec_of(cache),
         programs=multiprocessors(),

@@ -16,8 +16,8 @@ is stored in fewer bits is expanded into them by the third, and by the second wh
 weights. (Four warpgroups, one of which only finds weights, would keep the matrix unit busier, but
 ptxas does not compile a product of 128 sums a thread where a thread starts with 128 registers.)
 
-Sequences are taken in parts at fixed positions, and `paged_prompt.join` adds up what was found in
-order: a query's bits depend on its own position and on what its sequence holds alone.
+Sequences are cut into as many equal parts as fill the GPU, and `join` adds up what was found: bits
+of a query depend on what its sequence holds, and on the sizes of the call, not on other sequences.
 
 Roofline in full and versions: `docs/kernels/latent.md`.
 """
@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import LOG2_E, Ref
 from pallas_kernels.mosaic import lane, ring
-from pallas_kernels.mosaic.hopper.latent import tiles
+from pallas_kernels.mosaic.hopper.latent import join, tiles
 from pallas_kernels.mosaic.hopper.latent.tiles import (
     HALF,
     HALVES,
@@ -49,9 +49,9 @@ from pallas_kernels.mosaic.hopper.latent.tiles import (
     first_row,
     place,
     settings,
+    units_of,
 )
-from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
-from pallas_kernels.mosaic.hopper.paged_prompt import tiles as prompt_tiles
+from pallas_kernels.mosaic.hopper.paged_prompt import lost
 from pallas_kernels.mosaic.hopper.paged_prompt.expand import BYTE_OFFSET, Codec, centroids
 from pallas_kernels.mosaic.hopper.paged_prompt.products import accumulator
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import pieces
@@ -246,7 +246,7 @@ def memory(x: Inputs, s: Settings) -> Memory:
     )
 
 
-__all__ = ["Settings", "attend", "settings"]
+__all__ = ["Settings", "attend", "settings", "units_of"]
 
 _MATRIX = plgpu.Layout.WGMMA
 _EIGHT = 8
@@ -489,10 +489,14 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
 # The call -----------------------------------------------------------------------------------------
 
 
-def _kernel(*refs: Ref, s: Settings, heads: int, total: int, is_whole: bool) -> None:
+def _kernel(
+    *refs: Ref, names: tuple[str, ...], s: Settings, heads: int, total: int, parts: int
+) -> None:
     *inputs, out_ref, lse_ref = refs
-    x, me = Inputs(*inputs), lax.axis_index("warpgroup")
-    share = ring.Share(total if is_whole else total * x.parts[1])
+    count = len(inputs) - len(names)
+    x = Inputs(*inputs[:count], **dict(zip(names, inputs[count:], strict=True)))
+    me, is_whole = lax.axis_index("warpgroup"), parts == 1
+    share = ring.Share(total * (parts if x.parts is None else x.parts[0]))
 
     def body(**given: Ref) -> None:
         y = Memory(**given)
@@ -558,22 +562,30 @@ def attend(
     pad = ((0, 0), (0, -count % _EIGHT), (0, 0))
     q, q_rope = (jnp.pad(a.reshape(batch, count, -1), pad) for a in (query_latent, query_rope))
     rows, places = q.shape[1], pl.cdiv(q.shape[1], ROWS)
-    parts = pl.cdiv(block_tables.shape[1] * rope.shape[1], settings.part)
-    of_parts = prompt_tiles.Settings(settings.window, None, STAGES, settings.part, heads)
-    seen = jnp.asarray([0, 1], jnp.int32)
+    seen = block_tables.shape[1] * rope.shape[1]
+    if settings.window is not None:
+        seen = min(seen, settings.window + tokens + TILE)
+    parts = tiles.most_parts(seen, settings)
     shapes = [
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct((batch, rows), jnp.float32),
     ]
     if parts > 1:
-        seen = prompt_tiles.parts_seen(lengths, query_length, of_parts)
         shapes = [
-            jax.ShapeDtypeStruct((parts, batch, 1, rows, *last), jnp.float32)
+            jax.ShapeDtypeStruct((parts, batch, rows, *last), jnp.float32)
             for last in ((LATENT,), ())
         ]
     total = batch * places
+    given = {"scale": scale}
+    if total * parts > settings.programs and parts > 1:
+        # Programs would go through parts that no sequence has.
+        given["parts"] = tiles.count_parts(lengths, query_length, settings)
+    given = {name: x for name, x in given.items() if x is not None}
+    kernel = functools.partial(
+        _kernel, names=tuple(given), s=settings, heads=heads, total=total, parts=parts
+    )
     run = ring.launch(
-        functools.partial(_kernel, s=settings, heads=heads, total=total, is_whole=parts == 1),
+        kernel,
         "turbojax_latent_hopper",
         tuple(shapes),
         total * parts,
@@ -582,10 +594,9 @@ def attend(
         # Rows are reduced by shuffles: there is no room for more.
         reduction_scratch_bytes=0,
     )
-    given = () if scale is None else (scale,)
-    out, lse = run(q, q_rope, latent, rope, block_tables, lengths, query_length, seen, *given)
+    arrays = (q, q_rope, latent, rope, block_tables, lengths, query_length, *given.values())
+    out, lse = run(*arrays)
     if parts > 1:
-        shape = query_latent.shape
-        return join.join(out, lse, lengths, query_length, shape, q.dtype, of_parts, tile=ROWS)
+        return join.join(out, lse, lengths, query_length, query_latent.shape, q.dtype, settings)
     out = out[:, :count].reshape(query_latent.shape)
     return out, lse[:, :count].reshape(batch, tokens, heads)

@@ -26,7 +26,8 @@ HALF = LATENT // HALVES
 class Settings:
     scale: float  # factor of the products
     window: int | None = None  # how many earlier tokens a query sees, or None
-    part: int = 1024  # tokens of the parts that programs take, a multiple of a tile's
+    parts: int = 1  # that a sequence is cut into, or more, so that none is longer than `longest`
+    longest: int = 8192  # tokens of a part at most, a multiple of a tile's
     codec: Codec | None = None  # how the latent is stored if not in the query's 16 bits
     # Prefetch to the L2 cache the tile that is so many after the one being copied; 0 for none.
     ahead: int = 2
@@ -36,24 +37,61 @@ class Settings:
 
 def settings(
     scale: float,
-    heads: int,
+    units: int,
     *,
     window: int | None = None,
     codec: Codec | None = None,
     programs: int = 132,
 ) -> Settings:
-    """Settings for a call; `heads` are the queries of a token.
+    """Settings for a call of as many `units`: 64 rows of queries of a sequence, see `units_of`.
 
-    How a sequence is cut into parts, and so the bits of its results, depends on the heads alone:
-    neither on the batch nor on the number of new tokens.
+    How a sequence is cut into parts, and so the bits of its results, depends on their number and on
+    its own length: not on what other sequences hold.
     """
-    # Parts' results grow with the heads, and so do the programs of a part.
-    part = 1024 if heads <= ROWS else 2048
     registers = (232, 40) if codec is None else (208, 88)
     # Copies of 16-bit latents take all of the time, so prefetching costs: 64 x 8k, 16 heads, 203 us
     # with 2 tiles, 193 with 1, 180 with none. Codes wait to be expanded: 206, 207 and 210.
     ahead = 0 if codec is None else 2
-    return Settings(scale, window, part, codec, ahead, registers, programs)
+    return Settings(
+        scale,
+        window,
+        parts_of(units, programs),
+        codec=codec,
+        ahead=ahead,
+        registers=registers,
+        programs=programs,
+    )
+
+
+def units_of(batch: int, tokens: int, heads: int) -> int:
+    return batch * -(-tokens * heads // ROWS)
+
+
+# What `parts_of` assumes: tiles of a sequence, and how many take as long as a part's begin and end.
+_TILES, _PER_PART = 128, 4
+
+
+def parts_of(units: int, programs: int) -> int:
+    """The parts with which as many units of equal length are done soonest."""
+
+    def time(parts: int) -> float:
+        return -(-units * parts // programs) * (_TILES / parts + _PER_PART)
+
+    return min(range(1, programs + 1), key=time)
+
+
+def most_parts(tokens: int, s: Settings) -> int:
+    """Parts of a sequence at most whose queries see at most `tokens`."""
+    tiles = -(-tokens // TILE)
+    return max(1, min(tiles, max(s.parts, -(-tiles * TILE // s.longest))))
+
+
+def count_parts(lengths: jax.Array, query_lengths: jax.Array, s: Settings) -> jax.Array:
+    """The most parts that a sequence of these has, int32 ``[1]``: see `Work`."""
+    begin = jnp.maximum(lengths - query_lengths - s.window, 0) // TILE if s.window else 0
+    tiles = (jnp.maximum(lengths, 0) + (TILE - 1)) // TILE - begin
+    size = jnp.clip((tiles + (s.parts - 1)) // s.parts, 1, s.longest // TILE)
+    return jnp.max((tiles + (size - 1)) // size, keepdims=True)
 
 
 class Inputs(NamedTuple):
@@ -66,8 +104,8 @@ class Inputs(NamedTuple):
     tables: Ref
     lengths: Ref
     query_lengths: Ref
-    parts: Ref
     scale: Ref | None = None
+    parts: Ref | None = None
 
 
 class Work:
@@ -94,7 +132,6 @@ class Work:
         places = jnp.int32(pl.cdiv(rows, ROWS))
         self.place, number = lax.rem(number, places), lax.div(number, places)
         self.b, self.part = lax.rem(number, jnp.int32(batch)), lax.div(number, jnp.int32(batch))
-        self.part = self.part + x.parts[0]
         self.first, self.heads, self.rows = self.place * ROWS, heads, rows
         self.base = (self.part * batch + self.b) * rows
         length = x.lengths[self.b]
@@ -104,10 +141,15 @@ class Work:
         first = lax.div(self.first, jnp.int32(heads))
         last = jnp.minimum(lax.div(self.first + (ROWS - 1), jnp.int32(heads)), self.real - 1)
         last = jnp.where(first < self.real, self.begin + last, -1)
-        per_part = s.part // TILE
-        start = self.part * per_part
+        start = jnp.int32(0)
+        if s.window is not None:
+            start = lax.div(jnp.maximum(self.begin - s.window, 0), jnp.int32(TILE))
+        count = lax.div(self.length + (TILE - 1), jnp.int32(TILE)) - start
+        size = lax.div(count + (s.parts - 1), jnp.int32(s.parts))
+        size = jnp.clip(size, 1, s.longest // TILE)
+        start = start + self.part * size
         tiles = span(self.begin + first, last, TILE, s.window)
-        self.tiles = Span(*(jnp.clip(at, start, start + per_part) for at in tiles))
+        self.tiles = Span(*(jnp.clip(at, start, start + size) for at in tiles))
 
     @property
     def is_any(self) -> jax.Array:
