@@ -10,12 +10,13 @@ import sys
 
 os.environ["NPROC"] = "16"  # Threads of XLA's pool; before jax starts.
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.hopper.latent import join, kernel, tiles
+from pallas_kernels.mosaic.hopper.latent import join, kernel, softmax, tiles
 from pallas_kernels.mosaic.hopper.paged_prompt import lost
 from pallas_kernels.mosaic.ring import ROWS
 from tests.kernels import interpreted_pooled as interpreted
@@ -60,6 +61,30 @@ def joined(found, found_lse, lengths, query_lengths, shape, dtype, s):
     return out[:, : tokens * heads].reshape(shape).astype(dtype), lse
 
 
+def maxima(scores, m, l, factor):
+    """`softmax.maxima` of arrays."""
+    top = jnp.max(scores, axis=1) * factor
+    top = jnp.where(top > m + softmax.MARGIN, top, m)
+    alpha = jnp.exp2(m - jnp.where(top == -jnp.inf, 0.0, top))
+    return top, alpha, l * alpha
+
+
+def weights(scores, m, l, factor, half):
+    """`softmax.weights` of arrays."""
+    shift = jnp.where(m == -jnp.inf, 0.0, m)
+    p = jnp.exp2(scores[:, half * 32 : (half + 1) * 32] * factor - shift[:, None])
+    return p, l + jnp.sum(p, axis=1)
+
+
+def added(o, p, values, half):
+    """`kernel._add` of arrays."""
+    p, some = (x if isinstance(x, jax.Array) else x[...] for x in (p, values))
+    # The matrix unit reads as copies write: no fence is needed between the two.
+    plgpu.commit_smem()
+    some = some[half * 32 : (half + 1) * 32]
+    return o + jnp.dot(p, some, preferred_element_type=jnp.float32)
+
+
 def expanded(codes, words, share, work, j, slot, y):
     """`kernel._expand` of arrays: eight of every 16 tokens."""
     x, codec = codes.x, codes.codec
@@ -86,6 +111,9 @@ def install():
     kernel.accumulator = interpreted.Accumulator
     lost.clean = interpreted_prompt.clean
     kernel.channels, kernel.numbers = stored, stored
+    softmax.maxima, softmax.weights, softmax.total = maxima, weights, lambda l: l
+    softmax.rescaled = lambda o, alpha: o * alpha[:, None]
+    kernel._add, kernel._added = added, lambda o: o
     tiles.ask_for = lambda *_: None
     kernel._expand, kernel.Codes.load = expanded, lambda *_: []
     join.join = joined

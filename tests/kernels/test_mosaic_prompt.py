@@ -416,8 +416,8 @@ def latents(name, batch=2, heads=16, tokens=1, page_size=64, pages=64):
 
 def lower_latent(name, *, window=None, **shape):
     arrays = latents(name, **shape)
-    heads = arrays[0].shape[2]
-    s = latent_kernel.settings(helpers.SCALE, heads, window=window, codec=helpers.codec_of(name))
+    units = latent_kernel.units_of(*arrays[0].shape[:3])
+    s = latent_kernel.settings(helpers.SCALE, units, window=window, codec=helpers.codec_of(name))
     return lower_for_cuda(functools.partial(latent_kernel.attend, settings=s), *arrays)
 
 

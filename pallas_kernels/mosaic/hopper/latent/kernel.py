@@ -24,10 +24,10 @@ Roofline in full and versions: `docs/kernels/latent.md`.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import LOG2_E, Ref
 from pallas_kernels.mosaic import lane, ring
-from pallas_kernels.mosaic.hopper.latent import join, tiles
+from pallas_kernels.mosaic.hopper.latent import join, softmax, tiles
 from pallas_kernels.mosaic.hopper.latent.tiles import (
     HALF,
     HALVES,
@@ -56,6 +56,7 @@ from pallas_kernels.mosaic.hopper.paged_prompt.expand import BYTE_OFFSET, Codec,
 from pallas_kernels.mosaic.hopper.paged_prompt.products import accumulator
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import pieces
 from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
+from pallas_kernels.mosaic.products import wgmma
 from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, SCALAR
 
 # Expansion ----------------------------------------------------------------------------------------
@@ -234,14 +235,14 @@ def memory(x: Inputs, s: Settings) -> Memory:
         q_rope=ring.tile((ROWS, ROPE), dtype),
         latent=ring.tile((STAGES, HALVES, TILE, HALF), dtype),
         rope=ring.tile((STAGES, TILE, ROPE), dtype),
-        p=ring.tile((ROWS, TILE), dtype),
+        p=ring.tile((HALVES, ROWS, TILE // HALVES), dtype),
         factor=plgpu.SMEM((ROWS,), jnp.float32),
         lost=lost.memory(HALVES),
         q_ready=plgpu.Barrier(num_arrivals=1 + HALVES),
         q_free=plgpu.Barrier(),
         ready=plgpu.Barrier(num_arrivals=arrivals, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=HALVES, num_barriers=STAGES),
-        p_ready=plgpu.Barrier(),
+        p_ready=plgpu.Barrier(num_barriers=HALVES),
         p_free=plgpu.Barrier(),
     )
 
@@ -365,35 +366,40 @@ def _hide(
     return lost.spoil(jnp.where(seen, scores, -jnp.inf), words, first, last)
 
 
-def _hand_over(p: jax.Array, factor: jax.Array, y: Memory) -> None:
-    """Hands weights, and the factors of the sums before, to the warpgroups that sum values."""
-    plgpu.barrier_wait(y.p_free)
-    y.p[...] = p
-    y.factor[...] = factor
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(y.p_ready)
-
-
 def _attend(
     work: Work, slot: jax.Array, results: tuple[Ref, Ref], y: Memory, s: Settings
 ) -> jax.Array:
     """The weights of a program's rows, and the first half of their channels; the slot after."""
+    factor = abs(s.scale) * LOG2_E
+
+    def hand_over(half: int, p: jax.Array) -> None:
+        """Hands weights of half of a tile's tokens to the warpgroup that sums the other half."""
+        y.p[half] = p
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(y.p_ready.at[half])
 
     def step(j: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
         o, m, l, slot = carry
         plgpu.barrier_wait(y.ready.at[slot])
-        found = _scores(slot, y) * (s.scale * LOG2_E)
+        found = _scores(slot, y)
+        if s.scale < 0:
+            found = -found
         if is_edge:
             found = _hide(found, j, slot, work, y, s)
-        top = jnp.maximum(m, jnp.max(found, axis=1))
-        # 0 in rows where nothing was visible yet.
-        shift = jnp.where(top == -jnp.inf, 0.0, top)
-        alpha = jnp.exp2(m - shift)
-        p = jnp.exp2(found - ring.along(shift, found.shape, 0))
-        l = l * alpha + jnp.sum(p, axis=1)
-        o, p = o * ring.along(alpha, o.shape, 0), p.astype(y.p.dtype)
-        o = _add(o, p, slot, jnp.int32(0), y, lambda: _hand_over(p, alpha, y))
-        return o, top, l, ring.next_slot(slot, STAGES)
+        m, alpha, l = softmax.maxima(found, m, l, factor)
+        p, l = softmax.weights(found, m, l, factor, 0)
+        o, p = softmax.rescaled(o, alpha), p.astype(y.p.dtype)
+        o = _add(o, p, y.latent.at[slot, 0], 0)
+        plgpu.barrier_wait(y.p_free)
+        y.factor[...] = alpha
+        hand_over(0, p)
+        p, l = softmax.weights(found, m, l, factor, 1)
+        p = p.astype(y.p.dtype)
+        o = _add(o, p, y.latent.at[slot, 0], 1)
+        hand_over(1, p)
+        o = _added(o)
+        plgpu.barrier_arrive(y.free.at[slot])
+        return o, m, l, ring.next_slot(slot, STAGES)
 
     edge, plain = (functools.partial(step, is_edge=x) for x in (True, False))
     tiles, o = work.tiles, ring.full(0.0, (ROWS, HALF), _MATRIX)
@@ -404,6 +410,7 @@ def _attend(
     carry = lax.fori_loop(tiles.inner, tiles.outer, plain, carry)
     o, m, l, slot = lax.fori_loop(tiles.outer, tiles.end, edge, carry)
     pl.when(work.is_any)(lambda: plgpu.barrier_arrive(y.q_free))
+    l = softmax.total(l)
     nothing = (work.token_of() >= work.real) | (l == 0)
     # A constant plus a scalar is a row array that loops can carry.
     broken = jnp.where(work.is_broken, jnp.nan, 0.0)
@@ -411,7 +418,7 @@ def _attend(
     plgpu.barrier_wait(y.p_free)
     y.factor[...] = share
     plgpu.commit_smem()
-    plgpu.barrier_arrive(y.p_ready)
+    plgpu.barrier_arrive(y.p_ready.at[0])
     lse = jnp.where(nothing, -jnp.inf, m * (1 / LOG2_E) + jnp.log(l)) + broken
     _store(o, share, jnp.int32(0), work, results[0])
     numbers(lse, results[1], work.base, work.first, work.rows)
@@ -421,18 +428,34 @@ def _attend(
 # What both do -------------------------------------------------------------------------------------
 
 
-def _add(
-    o: jax.Array, p: Any, slot: jax.Array, half: jax.Array, y: Memory, then: Callable[[], None]
-) -> jax.Array:
-    """`o` plus weights `p` times a tile's values; then the slot is free. `then` runs meanwhile."""
+def _add(o: jax.Array, p: Any, values: Ref, half: int) -> jax.Array:
+    """Starts to add weights `p` of half of a tile's tokens times its values ``[64, 256]`` to `o`.
 
-    def add(out: Ref) -> None:
-        plgpu.wgmma(out, p, y.latent.at[slot, half])
-        then()
+    The result must not be touched before `_added`, but by another such call.
+    """
 
-    o = pl.run_state(add)(accumulator.init(o))
-    plgpu.barrier_arrive(y.free.at[slot])
-    return o
+    def f(o: Any, p: Any, values: Any) -> Any:
+        given = {"a_swizzle": ring.swizzle_of(TILE // 2, dtype)} if is_memory else {}
+        return wgmma.start(
+            p,
+            values,
+            swizzle=128,
+            total=o,
+            rows_are_depth=True,
+            first=half * (TILE // 32),
+            **given,
+        )
+
+    dtype, is_memory = values.dtype, not isinstance(p, jax.Array)
+    kinds = _MATRIX, ring.tile_type(p) if is_memory else _MATRIX, ring.tile_type(values)
+    return ring.inline(f, kinds, ring.array(o.shape, jnp.float32))(o, p, values)
+
+
+def _added(o: jax.Array) -> jax.Array:
+    plgpu.wgmma_wait(0)
+    # Nothing that reads it comes before the wait.
+    kind = ring.array(o.shape, jnp.float32)
+    return ring.inline(mgpu.optimization_barrier, (_MATRIX,), kind)(o)
 
 
 def _store(o: jax.Array, share: jax.Array, half: jax.Array, work: Work, out: Ref) -> None:
@@ -453,7 +476,7 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
     codes = None if s.codec is None else Codes(x, s.codec, jnp.dtype(x.q.dtype).name)
 
     def factors() -> jax.Array:
-        plgpu.barrier_wait(y.p_ready)
+        plgpu.barrier_wait(y.p_ready.at[0])
         return ring.load(y.factor, ROW)
 
     def expanded(words: list[jax.Array], j: jax.Array, slot: jax.Array) -> list[jax.Array]:
@@ -471,8 +494,11 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
         following = ring.next_slot(slot, STAGES)
         words = expanded(words, j + 1, following)
         plgpu.barrier_wait(y.ready.at[slot])
-        o = o * ring.along(factors(), o.shape, 0)
-        o = _add(o, y.p, slot, jnp.int32(1), y, lambda: None)
+        o = softmax.rescaled(o, factors())
+        o = _add(o, y.p.at[0], y.latent.at[slot, 1], 0)
+        plgpu.barrier_wait(y.p_ready.at[1])
+        o = _added(_add(o, y.p.at[1], y.latent.at[slot, 1], 1))
+        plgpu.barrier_arrive(y.free.at[slot])
         plgpu.barrier_arrive(y.p_free)
         return o, following, *words
 
