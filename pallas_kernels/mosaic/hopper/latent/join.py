@@ -85,8 +85,8 @@ def _body(
         for step in range(ahead):
             at = i + share + step * shared
             is_there, at = at < end, at.minimum(end - 1)
-            words = found.times(index(at), 4 * LATENT).at(channel * 4).floats()
-            loaded.append((is_there, lse_of(at), words))
+            words = found.times(index(at), 4 * LATENT).at(channel * 4).words(_CHANNELS)
+            loaded.append((is_there, lse_of(at), [x.as_float() for x in words]))
         for is_there, lse, words in loaded:
             weight = is_there.where(lane.exp2((lse - shift) * LOG2_E), 0.0)
             state = [
@@ -126,7 +126,7 @@ def _of_all(state: list[Float], share: Int, own: Int, memory: Pointer) -> list[F
         weight.store(total)
     lane.block_barrier()
     found = [at(warp) for warp in range(SHARED)]
-    loaded = [[weight.float(), *first.floats()] for first, weight in found]
+    loaded = [[w.float(), *(x.as_float() for x in at.words(_CHANNELS))] for at, w in found]
     return [lane.total(list(x)) for x in zip(*loaded, strict=True)]
 
 
