@@ -47,7 +47,9 @@ def joined(found, found_lse, lengths, query_lengths, shape, dtype, s):
     begin = (lengths - query_lengths)[:, None]
     position, window = begin + t, 2**30 if s.window is None else s.window
     at = jnp.maximum(begin - window, 0) // 64
-    size = jnp.clip(-(-(-(-lengths[:, None] // 64) - at) // s.parts), 1, s.longest // 64)
+    size = jnp.clip(
+        -(-(-(-lengths[:, None] // 64) - at) // s.parts), s.shortest // 64, s.longest // 64
+    )
     start = (at + jnp.arange(parts)[:, None, None] * size) * 64
     seen = (t < query_lengths[:, None]) & (position >= 0)
     seen = seen & (position >= start) & (position - window < start + size * 64)
@@ -74,6 +76,16 @@ def weights(scores, m, l, factor, half):
     shift = jnp.where(m == -jnp.inf, 0.0, m)
     p = jnp.exp2(scores[:, half * 32 : (half + 1) * 32] * factor - shift[:, None])
     return p, l + jnp.sum(p, axis=1)
+
+
+def scores(slot, y):
+    """`kernel._scores` of arrays."""
+    found = jnp.zeros((ROWS, 64), jnp.float32)
+    pairs = [(y.q[i], y.latent[slot, i]) for i in range(2)] + [(y.q_rope[...], y.rope[slot])]
+    plgpu.commit_smem()
+    for q, k in pairs:
+        found = found + jnp.dot(q, k.T, preferred_element_type=jnp.float32)
+    return found
 
 
 def added(o, p, values, half):
@@ -108,12 +120,11 @@ def expanded(codes, words, share, work, j, slot, y):
 
 def install():
     interpreted.install()
-    kernel.accumulator = interpreted.Accumulator
     lost.clean = interpreted_prompt.clean
     kernel.channels, kernel.numbers = stored, stored
     softmax.maxima, softmax.weights, softmax.total = maxima, weights, lambda l: l
     softmax.rescaled = lambda o, alpha: o * alpha[:, None]
-    kernel._add, kernel._added = added, lambda o: o
+    kernel._scores, kernel._add, kernel._added = scores, added, lambda o: o
     tiles.ask_for = lambda *_: None
     kernel._expand, kernel.Codes.load = expanded, lambda *_: []
     join.join = joined

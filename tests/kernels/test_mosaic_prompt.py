@@ -418,8 +418,9 @@ def latents(name, batch=2, heads=16, tokens=1, page_size=64, pages=64):
 
 def lower_latent(name, *, window=None, **shape):
     arrays = latents(name, **shape)
-    units = latent_kernel.units_of(*arrays[0].shape[:3])
-    s = latent_kernel.settings(helpers.SCALE, units, window=window, codec=helpers.codec_of(name))
+    batch, tokens, heads, _ = arrays[0].shape
+    codec = helpers.codec_of(name)
+    s = latent_kernel.settings(helpers.SCALE, batch, tokens * heads, window=window, codec=codec)
     return lower_for_cuda(functools.partial(latent_kernel.attend, settings=s), *arrays)
 
 
@@ -429,7 +430,7 @@ def lower_latent(name, *, window=None, **shape):
     [
         ("bfloat16", {}, True),
         ("turbo4", {"pages": 1}, False),
-        ("float16", {"heads": 20, "tokens": 3, "page_size": 16, "window": 300}, False),
+        ("float16", {"heads": 20, "tokens": 3, "page_size": 16, "window": 300}, True),
         ("fp8_e4m3", {"heads": 128, "page_size": 128}, True),
     ],
 )
@@ -440,17 +441,25 @@ def test_latents_lower(name, shape, is_joined):
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "parts"),
-    [(64, 128, 1), (64, 16, 2), (16, 128, 4), (16, 16, 8), (1, 128, 66), (1, 16, 132), (500, 16, 1)],
+    ("batch", "heads", "parts", "shortest"),
+    [
+        (64, 128, 1, 512),
+        (64, 16, 2, 512),
+        (16, 128, 4, 512),
+        (16, 16, 8, 512),
+        (1, 128, 66, 256),
+        (1, 16, 132, 64),
+        (500, 16, 1, 512),
+    ],
 )
-def test_parts_fill_the_gpu(batch, heads, parts):
-    units = latent_kernel.units_of(batch, 1, heads)
-    assert latent_kernel.settings(0.1, units).parts == parts
+def test_parts_fill_the_gpu(batch, heads, parts, shortest):
+    s = latent_kernel.settings(0.1, batch, heads)
+    assert (s.parts, s.shortest) == (parts, shortest)
 
 
 def works(lengths, real, *, heads=16, tokens=1, window=None, parts=3, longest=256):
     """Settings, and what all programs of such a call would do."""
-    s = dataclasses.replace(latent_kernel.settings(0.1, 1, window=window), parts=parts)
+    s = dataclasses.replace(latent_kernel.settings(0.1, 1, 16, window=window), parts=parts)
     s = dataclasses.replace(s, longest=longest)
     lengths, real = (jnp.asarray(x, jnp.int32) for x in (lengths, real))
     rows = -(-tokens * heads // 8) * 8
@@ -514,7 +523,8 @@ def test_parts_of_latents_are_joined_and_those_not_seen_are_not_read(lanes, wind
     for b, row in itertools.product(range(len(lengths)), (0, 63, 64, 79)):
         ids = [warp.integer(b * tokens * heads + row)]
         for piece in range(4 if shared > 1 else 1):
-            lanes(lambda ids=[*ids, warp.integer(piece)]: body(ids), max(4, shared))
+            every = [*ids, warp.integer(piece)]
+            lanes(lambda every=every: body(every), max(4, shared))
         there = ~np.isnan(lse[:, b, row])
         weights = np.exp(lse[there, b, row].astype(np.float64))
         want = weights @ o[there, b, row] / weights.sum() if there.any() else np.zeros(512)
@@ -531,7 +541,7 @@ def test_parts_of_latents_are_joined_and_those_not_seen_are_not_read(lanes, wind
 
 def test_registers_suffice():
     for codec in (None, helpers.codec_of("turbo4")):
-        attends, copies = latent_kernel.settings(0.1, 16, codec=codec).registers
+        attends, copies = latent_kernel.settings(0.1, 1, 16, codec=codec).registers
         # What three warpgroups have when they start.
         assert 2 * attends + copies <= 3 * 168
 

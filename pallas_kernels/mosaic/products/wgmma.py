@@ -69,8 +69,9 @@ def start(
     `a` ``[64, k]`` is in registers (layout `WGMMA_8BIT`, or its words, see `int4.load` and
     `fragments.half_words`) or in tiled shared memory, rows of its tiles then `a_swizzle` bytes; `b`
     is tiled shared memory of ``[n, k]``, of ``[k, n]`` if `rows_are_depth`, for 16-bit numbers
-    only, from step `first` of an instruction's depth on. `total`, what such a call returned, is added to. Returns int32 or float32 ``[64, n]``, not
-    to be touched before a wait for the group.
+    only, and its instructions' steps before `first` are left out. `total`, what such a call
+    returned, is added to. Returns int32 or float32 ``[64, n]``, not to be touched before a wait for
+    the group.
     """
     if not rows_are_depth:
         b = mgpu.memref_transpose(b, (1, 0, 3, 2))

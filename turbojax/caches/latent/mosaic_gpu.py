@@ -70,9 +70,11 @@ def attend(
     from pallas_kernels.mosaic.hopper.latent import kernel
 
     del extras  # see `unsupported`
+    batch, tokens, heads, _ = query_latent.shape
     settings = kernel.settings(
         options.scale,
-        kernel.units_of(*query_latent.shape[:3]),
+        batch,
+        tokens * heads,
         window=None if options.window is None else options.window[0],
         codec=codec_of(cache),
         programs=multiprocessors(),

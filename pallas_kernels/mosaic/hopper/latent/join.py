@@ -40,7 +40,7 @@ def _parts_of_row(row: Int, held: Int, real: Int, heads: int, s: Settings) -> tu
         start = (begin - window).maximum(0) // TILE
         tile = (begin + first - window).maximum(0) // TILE
     size = ((held + (TILE - 1)) // TILE - start + (s.parts - 1)) // s.parts
-    size = size.maximum(1).minimum(s.longest // TILE)
+    size = size.maximum(s.shortest // TILE).minimum(s.longest // TILE)
     end = ((begin + last + TILE) // TILE - start + (size - 1)) // size
     return is_seen.where((tile - start) // size, 0), is_seen.where(end, 0)
 

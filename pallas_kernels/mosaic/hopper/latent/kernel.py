@@ -49,11 +49,9 @@ from pallas_kernels.mosaic.hopper.latent.tiles import (
     first_row,
     place,
     settings,
-    units_of,
 )
 from pallas_kernels.mosaic.hopper.paged_prompt import lost
 from pallas_kernels.mosaic.hopper.paged_prompt.expand import BYTE_OFFSET, Codec, centroids
-from pallas_kernels.mosaic.hopper.paged_prompt.products import accumulator
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import pieces
 from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
 from pallas_kernels.mosaic.products import wgmma
@@ -247,7 +245,7 @@ def memory(x: Inputs, s: Settings) -> Memory:
     )
 
 
-__all__ = ["Settings", "attend", "settings", "units_of"]
+__all__ = ["Settings", "attend", "settings"]
 
 _MATRIX = plgpu.Layout.WGMMA
 _EIGHT = 8
@@ -336,13 +334,18 @@ def _expand(
 
 
 def _scores(slot: jax.Array, y: Memory) -> jax.Array:
-    def f(out: Ref) -> jax.Array:
-        for i in range(HALVES):
-            plgpu.wgmma(out, y.q.at[i], ring.transposed(y.latent.at[slot, i]))
-        plgpu.wgmma(out, y.q_rope, ring.transposed(y.rope.at[slot]))
-        return out[...]
+    pairs = [(y.q.at[i], y.latent.at[slot, i]) for i in range(HALVES)]
+    pairs.append((y.q_rope, y.rope.at[slot]))
+    kind = ring.array((ROWS, TILE), jnp.float32)
 
-    return pl.run_scoped(f, accumulator((ROWS, TILE), jnp.float32))
+    def start(q: Any, k: Any, *total: Any) -> Any:
+        return wgmma.start(q, k, swizzle=128, a_swizzle=128, total=total[0] if total else None)
+
+    found: tuple[jax.Array, ...] = ()
+    for q, k in pairs:
+        kinds = ring.tile_type(q), ring.tile_type(k), *(_MATRIX for _ in found)
+        found = (ring.inline(start, kinds, kind)(q, k, *found),)
+    return _added(*found)
 
 
 def _hide(

@@ -1,4 +1,4 @@
-"""The softmax of a tile of 64 tokens, in two halves: while the second is found, the first is summed.
+"""The softmax of a tile of 64 tokens, in two halves: the second beside the product of the first.
 
 Written for single lanes, which have 16 scores of each of two rows. A lane's sum of weights is that
 of its own columns, until the end (`total`).

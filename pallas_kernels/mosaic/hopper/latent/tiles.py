@@ -26,8 +26,9 @@ HALF = LATENT // HALVES
 class Settings:
     scale: float  # factor of the products
     window: int | None = None  # how many earlier tokens a query sees, or None
-    parts: int = 1  # that a sequence is cut into, or more, so that none is longer than `longest`
-    longest: int = 8192  # tokens of a part at most, a multiple of a tile's
+    parts: int = 1  # that a sequence is cut into, but for the next two
+    shortest: int = 64  # tokens of a part at least, if the sequence has them
+    longest: int = 8192  # and at most; multiples of a tile's
     codec: Codec | None = None  # how the latent is stored if not in the query's 16 bits
     # Prefetch to the L2 cache the tile that is so many after the one being copied; 0 for none.
     ahead: int = 2
@@ -37,25 +38,30 @@ class Settings:
 
 def settings(
     scale: float,
-    units: int,
+    batch: int,
+    rows: int,
     *,
     window: int | None = None,
     codec: Codec | None = None,
     programs: int = 132,
 ) -> Settings:
-    """Settings for a call of as many `units`: 64 rows of queries of a sequence, see `units_of`.
+    """Settings for a call of `batch` sequences with `rows` queries each: tokens times heads.
 
-    How a sequence is cut into parts, and so the bits of its results, depends on their number and on
-    its own length: not on what other sequences hold.
+    How a sequence is cut into parts, and so the bits of its results, depends on these numbers and
+    on its own length: not on what other sequences hold.
     """
     registers = (232, 40) if codec is None else (208, 88)
     # Copies of 16-bit latents take all of the time, so prefetching costs: 64 x 8k, 16 heads, 203 us
     # with 2 tiles, 193 with 1, 180 with none. Codes wait to be expanded: 206, 207 and 210.
     ahead = 0 if codec is None else 2
+    parts = parts_of(batch * -(-rows // ROWS), programs)
+    # What parts leave is written and read again: 1 x 8k, 128 heads, 21 us in parts of 128 tokens.
+    shortest = TILE * min(max(1, batch * rows // 32), 8)
     return Settings(
         scale,
         window,
-        parts_of(units, programs),
+        parts,
+        shortest,
         codec=codec,
         ahead=ahead,
         registers=registers,
@@ -63,16 +69,12 @@ def settings(
     )
 
 
-def units_of(batch: int, tokens: int, heads: int) -> int:
-    return batch * -(-tokens * heads // ROWS)
-
-
 # What `parts_of` assumes: tiles of a sequence, and how many take as long as a part's begin and end.
 _TILES, _PER_PART = 128, 4
 
 
 def parts_of(units: int, programs: int) -> int:
-    """The parts with which as many units of equal length are done soonest."""
+    """The parts with which so many units, 64 rows of a sequence each, are done soonest."""
 
     def time(parts: int) -> float:
         return -(-units * parts // programs) * (_TILES / parts + _PER_PART)
@@ -83,14 +85,14 @@ def parts_of(units: int, programs: int) -> int:
 def most_parts(tokens: int, s: Settings) -> int:
     """Parts of a sequence at most whose queries see at most `tokens`."""
     tiles = -(-tokens // TILE)
-    return max(1, min(tiles, max(s.parts, -(-tiles * TILE // s.longest))))
+    return max(1, min(-(-tiles * TILE // s.shortest), max(s.parts, -(-tiles * TILE // s.longest))))
 
 
 def count_parts(lengths: jax.Array, query_lengths: jax.Array, s: Settings) -> jax.Array:
     """The most parts that a sequence of these has, int32 ``[1]``: see `Work`."""
     begin = jnp.maximum(lengths - query_lengths - s.window, 0) // TILE if s.window else 0
     tiles = (jnp.maximum(lengths, 0) + (TILE - 1)) // TILE - begin
-    size = jnp.clip((tiles + (s.parts - 1)) // s.parts, 1, s.longest // TILE)
+    size = jnp.clip((tiles + (s.parts - 1)) // s.parts, s.shortest // TILE, s.longest // TILE)
     return jnp.max((tiles + (size - 1)) // size, keepdims=True)
 
 
@@ -146,7 +148,7 @@ class Work:
             start = lax.div(jnp.maximum(self.begin - s.window, 0), jnp.int32(TILE))
         count = lax.div(self.length + (TILE - 1), jnp.int32(TILE)) - start
         size = lax.div(count + (s.parts - 1), jnp.int32(s.parts))
-        size = jnp.clip(size, 1, s.longest // TILE)
+        size = jnp.clip(size, s.shortest // TILE, s.longest // TILE)
         start = start + self.part * size
         tiles = span(self.begin + first, last, TILE, s.window)
         self.tiles = Span(*(jnp.clip(at, start, start + size) for at in tiles))
