@@ -258,7 +258,7 @@ def _latent(kind: str) -> Any:
     scale = None if bits == 16 else jnp.ones((8, 16), jnp.float32)
     codec = {16: None, 8: Codec(), 4: Codec(tuple(range(0, 128, 8)), 60.0, 0.01)}[bits]
     # One part would be written without `join`.
-    s = dataclasses.replace(latent_kernel.settings(0.1, 2, 72, codec=codec), shortest=64)
+    s = dataclasses.replace(latent_kernel.settings(0.1, 2, 3, 24, codec=codec), shortest=64)
     tables = jnp.arange(8, dtype=jnp.int32)[None].repeat(2, 0)
     lengths, real = jnp.array([70, 5], jnp.int32), jnp.array([3, 2], jnp.int32)
     query, rope = _normal(1, 2, 3, 24, 512), _normal(2, 2, 3, 24, 64)

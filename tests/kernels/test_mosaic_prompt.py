@@ -418,9 +418,8 @@ def latents(name, batch=2, heads=16, tokens=1, page_size=64, pages=64):
 
 def lower_latent(name, *, window=None, **shape):
     arrays = latents(name, **shape)
-    batch, tokens, heads, _ = arrays[0].shape
-    codec = helpers.codec_of(name)
-    s = latent_kernel.settings(helpers.SCALE, batch, tokens * heads, window=window, codec=codec)
+    sizes, codec = arrays[0].shape[:3], helpers.codec_of(name)
+    s = latent_kernel.settings(helpers.SCALE, *sizes, window=window, codec=codec)
     return lower_for_cuda(functools.partial(latent_kernel.attend, settings=s), *arrays)
 
 
@@ -430,7 +429,7 @@ def lower_latent(name, *, window=None, **shape):
     [
         ("bfloat16", {}, True),
         ("turbo4", {"pages": 1}, False),
-        ("float16", {"heads": 20, "tokens": 3, "page_size": 16, "window": 300}, True),
+        ("float16", {"heads": 20, "tokens": 3, "page_size": 16, "window": 300}, False),
         ("fp8_e4m3", {"heads": 128, "page_size": 128}, True),
     ],
 )
@@ -453,28 +452,40 @@ def test_latents_lower(name, shape, is_joined):
     ],
 )
 def test_parts_fill_the_gpu(batch, heads, parts, shortest):
-    s = latent_kernel.settings(0.1, batch, heads)
-    assert (s.parts, s.shortest) == (parts, shortest)
+    s = latent_kernel.settings(0.1, batch, 1, heads)
+    assert (s.parts, s.shortest, s.longest) == (parts, shortest, 8192)
 
 
-def works(lengths, real, *, heads=16, tokens=1, window=None, parts=3, longest=256):
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "part"),
+    [(1, 2, 16, 1024), (1, 64, 16, 1024), (4, 64, 16, 4096), (8, 64, 128, 8192)],
+)
+def test_parts_of_several_queries_are_at_fixed_places(batch, tokens, heads, part):
+    s = latent_kernel.settings(0.1, batch, tokens, heads, window=3000)
+    assert s.shortest == s.longest == part
+    for length in (1, 5000, 40000):
+        start, size = latent_tiles.cut(jnp.int32(length), jnp.int32(length - 1), s)
+        assert (start * 64 % part, size * 64) == (0, part)
+
+
+def works(lengths, real, *, heads=16, tokens=1, window=None, parts=3, shortest=64, longest=256):
     """Settings, and what all programs of such a call would do."""
-    s = dataclasses.replace(latent_kernel.settings(0.1, 1, 16, window=window), parts=parts)
-    s = dataclasses.replace(s, longest=longest)
+    s = latent_kernel.settings(0.1, 1, 1, 16, window=window)
+    s = dataclasses.replace(s, parts=parts, shortest=shortest, longest=longest)
     lengths, real = (jnp.asarray(x, jnp.int32) for x in (lengths, real))
     rows = -(-tokens * heads // 8) * 8
     q = jax.ShapeDtypeStruct((len(lengths), rows, 512), jnp.bfloat16)
     x = latent_tiles.Inputs(q, None, None, None, None, lengths, real)
-    most = latent_tiles.most_parts(1024, s)
+    most = latent_tiles.most_parts(1024, tokens, s)
     total = most * len(lengths) * -(-rows // 64)
     return s, [latent_tiles.Work(jnp.int32(i), x, heads, s) for i in range(total)]
 
 
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (9, 16)])
-def test_parts_of_a_sequence_are_all_that_its_queries_see(tokens, heads, window):
+@pytest.mark.parametrize(("tokens", "heads", "shortest"), [(1, 16, 64), (9, 16, 64), (9, 16, 256)])
+def test_parts_of_a_sequence_are_all_that_its_queries_see(tokens, heads, shortest, window):
     lengths, real = (700, 0, 1, 64, 65, -1, 1000), (tokens, 0, 1, tokens, 1, 1, tokens)
-    s, found = works(lengths, real, tokens=tokens, heads=heads, window=window)
+    s, found = works(lengths, real, tokens=tokens, heads=heads, window=window, shortest=shortest)
     seen = latent_tiles.count_parts(*(jnp.asarray(x) for x in (lengths, real)), s)
     for b, length in enumerate(lengths):
         of_places = {}
@@ -503,7 +514,7 @@ def test_parts_of_latents_are_joined_and_those_not_seen_are_not_read(lanes, wind
     tokens, heads, lengths, real = 5, 16, (700, 0, -1, 2), (5, 1, 5, 4)
     given = {"tokens": tokens, "heads": heads, "window": window, "parts": parts}
     s, found = works(lengths, real, longest=1024, **given)
-    most = latent_tiles.most_parts(1024, s)
+    most = latent_tiles.most_parts(1024, tokens, s)
     shape, rng = (len(lengths), tokens, heads, 512), np.random.default_rng(0)
     o = np.full((most, len(lengths), tokens * heads, 512), np.nan, np.float32)
     lse = np.full(o.shape[:3], np.nan, np.float32)
@@ -541,7 +552,7 @@ def test_parts_of_latents_are_joined_and_those_not_seen_are_not_read(lanes, wind
 
 def test_registers_suffice():
     for codec in (None, helpers.codec_of("turbo4")):
-        attends, copies = latent_kernel.settings(0.1, 1, 16, codec=codec).registers
+        attends, copies = latent_kernel.settings(0.1, 1, 1, 16, codec=codec).registers
         # What three warpgroups have when they start.
         assert 2 * attends + copies <= 3 * 168
 

@@ -116,13 +116,10 @@ def oracle(case, *, window=None, scale=SCALE):
 
 def run(case, name, *, window=None, parts=None, longest=8192, programs=132, scale=SCALE):
     """By the kernel."""
-    batch, tokens, heads, _ = case.arrays[0].shape
-    s = kernel.settings(
-        scale, batch, tokens * heads, window=window, codec=codec_of(name), programs=programs
-    )
+    sizes = case.arrays[0].shape[:3]
+    s = kernel.settings(scale, *sizes, window=window, codec=codec_of(name), programs=programs)
     if parts is not None:
-        s = dataclasses.replace(s, parts=parts, shortest=64)
-    s = dataclasses.replace(s, longest=longest)
+        s = dataclasses.replace(s, parts=parts, shortest=64, longest=longest)
     return kernel.attend(*case.arrays, s)
 
 

@@ -70,11 +70,9 @@ def attend(
     from pallas_kernels.mosaic.hopper.latent import kernel
 
     del extras  # see `unsupported`
-    batch, tokens, heads, _ = query_latent.shape
     settings = kernel.settings(
         options.scale,
-        batch,
-        tokens * heads,
+        *query_latent.shape[:3],
         window=None if options.window is None else options.window[0],
         codec=codec_of(cache),
         programs=multiprocessors(),

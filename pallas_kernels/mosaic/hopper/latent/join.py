@@ -30,17 +30,17 @@ _AHEAD = 16
 
 
 def _parts_of_row(row: Int, held: Int, real: Int, heads: int, s: Settings) -> tuple[Int, Int]:
-    """The first part that a row's tile sees, and the one past the last: see `tiles.Work`."""
+    """The first part that a row's tile sees, and the one past the last: see `tiles.cut`."""
     begin, window = held - real, s.window
     first = row // ROWS * ROWS // heads
     last = ((row // ROWS * ROWS + (ROWS - 1)) // heads).minimum(real - 1)
     is_seen = (first < real) & (held >= 0) & (begin + last >= 0)
-    start = tile = lane.integer(0)
+    least, start, tile = s.shortest // TILE, lane.integer(0), lane.integer(0)
     if window is not None:
-        start = (begin - window).maximum(0) // TILE
+        start = (begin - window).maximum(0) // s.shortest * least
         tile = (begin + first - window).maximum(0) // TILE
     size = ((held + (TILE - 1)) // TILE - start + (s.parts - 1)) // s.parts
-    size = size.maximum(s.shortest // TILE).minimum(s.longest // TILE)
+    size = size.maximum(least).minimum(s.longest // TILE)
     end = ((begin + last + TILE) // TILE - start + (size - 1)) // size
     return is_seen.where((tile - start) // size, 0), is_seen.where(end, 0)
 
@@ -87,11 +87,11 @@ def _body(
             is_there, at = at < end, at.minimum(end - 1)
             words = found.times(index(at), 4 * LATENT).at(channel * 4).words(_CHANNELS)
             loaded.append((is_there, lse_of(at), [x.as_float() for x in words]))
-        for is_there, lse, words in loaded:
+        for is_there, lse, some in loaded:
             weight = is_there.where(lane.exp2((lse - shift) * LOG2_E), 0.0)
             state = [
                 state[0] + weight,
-                *(x.fma(weight, total) for x, total in zip(words, state[1:], strict=True)),
+                *(x.fma(weight, total) for x, total in zip(some, state[1:], strict=True)),
             ]
         return state
 

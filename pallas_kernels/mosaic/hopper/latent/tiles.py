@@ -1,6 +1,7 @@
 """Decode over latents on Hopper: what is static, what is read, and the work of a program."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -22,13 +23,16 @@ HALVES = 2  # halves of the latent's channels; each is summed by its own warpgro
 HALF = LATENT // HALVES
 
 
+_LONGEST = 8192
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     scale: float  # factor of the products
     window: int | None = None  # how many earlier tokens a query sees, or None
     parts: int = 1  # that a sequence is cut into, but for the next two
     shortest: int = 64  # tokens of a part at least, if the sequence has them
-    longest: int = 8192  # and at most; multiples of a tile's
+    longest: int = _LONGEST  # and at most; multiples of a tile's
     codec: Codec | None = None  # how the latent is stored if not in the query's 16 bits
     # Prefetch to the L2 cache the tile that is so many after the one being copied; 0 for none.
     ahead: int = 2
@@ -39,32 +43,38 @@ class Settings:
 def settings(
     scale: float,
     batch: int,
-    rows: int,
+    tokens: int,
+    heads: int,
     *,
     window: int | None = None,
     codec: Codec | None = None,
     programs: int = 132,
 ) -> Settings:
-    """Settings for a call of `batch` sequences with `rows` queries each: tokens times heads.
+    """Settings for a call of `batch` sequences with `tokens` queries each for every head.
 
-    How a sequence is cut into parts, and so the bits of its results, depends on these numbers and
-    on its own length: not on what other sequences hold.
+    How a sequence is cut into parts, and so the bits of its results, depends on these sizes and on
+    its own tokens: of one query on its position, of several not even on that, so that it does not
+    matter where a prompt was cut.
     """
-    registers = (232, 40) if codec is None else (208, 88)
+    rows = tokens * heads
+    parts = parts_of(batch * -(-rows // ROWS), programs)
+    if tokens > 1:
+        shortest = longest = min(max(_LONGEST // parts // TILE * TILE, 1024), _LONGEST)
+    else:
+        # What parts leave is written and read again: 1 x 8k, 128 heads, took 21 us with 128 tokens.
+        shortest, longest = TILE * min(max(1, batch * rows // 32), 8), _LONGEST
     # Copies of 16-bit latents take all of the time, so prefetching costs: 64 x 8k, 16 heads, 203 us
     # with 2 tiles, 193 with 1, 180 with none. Codes wait to be expanded: 206, 207 and 210.
     ahead = 0 if codec is None else 2
-    parts = parts_of(batch * -(-rows // ROWS), programs)
-    # What parts leave is written and read again: 1 x 8k, 128 heads, 21 us in parts of 128 tokens.
-    shortest = TILE * min(max(1, batch * rows // 32), 8)
     return Settings(
         scale,
         window,
         parts,
         shortest,
-        codec=codec,
+        longest,
+        codec,
         ahead=ahead,
-        registers=registers,
+        registers=(232, 40) if codec is None else (208, 88),
         programs=programs,
     )
 
@@ -82,18 +92,32 @@ def parts_of(units: int, programs: int) -> int:
     return min(range(1, programs + 1), key=time)
 
 
-def most_parts(tokens: int, s: Settings) -> int:
-    """Parts of a sequence at most whose queries see at most `tokens`."""
-    tiles = -(-tokens // TILE)
-    return max(1, min(-(-tiles * TILE // s.shortest), max(s.parts, -(-tiles * TILE // s.longest))))
+def most_parts(width: int, tokens: int, s: Settings) -> int:
+    """Parts of a sequence at most, whose `tokens` queries see at most `width` tokens."""
+    if s.window is not None:
+        width = min(width, s.window + tokens + TILE + s.shortest)
+    return max(1, min(-(-width // s.shortest), max(s.parts, -(-width // s.longest))))
 
 
 def count_parts(lengths: jax.Array, query_lengths: jax.Array, s: Settings) -> jax.Array:
-    """The most parts that a sequence of these has, int32 ``[1]``: see `Work`."""
-    begin = jnp.maximum(lengths - query_lengths - s.window, 0) // TILE if s.window else 0
-    tiles = (jnp.maximum(lengths, 0) + (TILE - 1)) // TILE - begin
-    size = jnp.clip((tiles + (s.parts - 1)) // s.parts, s.shortest // TILE, s.longest // TILE)
+    """The most parts that a sequence of these has, int32 ``[1]``."""
+    lengths = jnp.maximum(lengths, 0)
+    start, size = jax.vmap(functools.partial(cut, s=s))(lengths, lengths - query_lengths)
+    tiles = (lengths + (TILE - 1)) // TILE - start
     return jnp.max((tiles + (size - 1)) // size, keepdims=True)
+
+
+def cut(length: jax.Array, begin: jax.Array, s: Settings) -> tuple[jax.Array, jax.Array]:
+    """The first tile of a sequence's first part, and the tiles of a part.
+
+    `begin` is the position of its first query.
+    """
+    least, tile, start = s.shortest // TILE, jnp.int32(TILE), jnp.int32(0)
+    if s.window is not None:
+        start = lax.div(jnp.maximum(begin - s.window, 0), jnp.int32(s.shortest)) * least
+    count = lax.div(length + (TILE - 1), tile) - start
+    size = lax.div(count + (s.parts - 1), jnp.int32(s.parts))
+    return start, jnp.clip(size, least, s.longest // TILE)
 
 
 class Inputs(NamedTuple):
@@ -143,12 +167,7 @@ class Work:
         first = lax.div(self.first, jnp.int32(heads))
         last = jnp.minimum(lax.div(self.first + (ROWS - 1), jnp.int32(heads)), self.real - 1)
         last = jnp.where(first < self.real, self.begin + last, -1)
-        start = jnp.int32(0)
-        if s.window is not None:
-            start = lax.div(jnp.maximum(self.begin - s.window, 0), jnp.int32(TILE))
-        count = lax.div(self.length + (TILE - 1), jnp.int32(TILE)) - start
-        size = lax.div(count + (s.parts - 1), jnp.int32(s.parts))
-        size = jnp.clip(size, s.shortest // TILE, s.longest // TILE)
+        start, size = cut(self.length, self.begin, s)
         start = start + self.part * size
         tiles = span(self.begin + first, last, TILE, s.window)
         self.tiles = Span(*(jnp.clip(at, start, start + size) for at in tiles))
