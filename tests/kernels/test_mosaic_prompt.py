@@ -507,6 +507,7 @@ def test_parts_of_a_sequence_are_all_that_its_queries_see(tokens, heads, shortes
             assert [j for run in runs for j in run] == list(want)
 
 
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("parts", [3, 11])
 @pytest.mark.parametrize("window", [None, 100])
 def test_parts_of_latents_are_joined_and_those_not_seen_are_not_read(lanes, window, parts):
