@@ -251,19 +251,19 @@ def _paged_prompt(kv_dtype: str, queries: int) -> Any:
 
 
 def _latent(kind: str) -> Any:
-    """A tile and a few more tokens, of two sequences, three queries each."""
+    """Six parts of a tile, and a few tokens, of two sequences, three queries each."""
     data, bits = _LATENTS[kind]
-    latent = jnp.ones((8, 16, 512 * bits // 8), jnp.uint8)
-    latent = latent if bits == 4 else _normal(0, 8, 16, 512, dtype=data)
-    scale = None if bits == 16 else jnp.ones((8, 16), jnp.float32)
+    latent = jnp.ones((24, 16, 512 * bits // 8), jnp.uint8)
+    latent = latent if bits == 4 else _normal(0, 24, 16, 512, dtype=data)
+    scale = None if bits == 16 else jnp.ones((24, 16), jnp.float32)
     codec = {16: None, 8: Codec(), 4: Codec(tuple(range(0, 128, 8)), 60.0, 0.01)}[bits]
-    # One part would be written without `join`.
-    s = dataclasses.replace(latent_kernel.settings(0.1, 24, codec=codec), part=64)
-    tables = jnp.arange(8, dtype=jnp.int32)[None].repeat(2, 0)
-    lengths, real = jnp.array([70, 5], jnp.int32), jnp.array([3, 2], jnp.int32)
+    # One part would be written without `join`, and four or fewer joined by one warp.
+    s = dataclasses.replace(latent_kernel.settings(0.1, 2, 3, 24, codec=codec), shortest=64)
+    tables = jnp.arange(24, dtype=jnp.int32)[None].repeat(2, 0)
+    lengths, real = jnp.array([330, 5], jnp.int32), jnp.array([3, 2], jnp.int32)
     query, rope = _normal(1, 2, 3, 24, 512), _normal(2, 2, 3, 24, 64)
     call = functools.partial(latent_kernel.attend, settings=s)
-    return call, (query, rope, latent, scale, _normal(3, 8, 16, 64), tables, lengths, real)
+    return call, (query, rope, latent, scale, _normal(3, 24, 16, 64), tables, lengths, real)
 
 
 def _pooled(implementation: str) -> Any:
@@ -412,7 +412,7 @@ CASES = {
     "paged, prompt, turbo4, parts, Hopper": _case(_EXPANDED, _paged_prompt, "turbo4", 40),
     "paged, prompt, 2 and 3 bits, Hopper": _case(_EXPANDED, _paged_prompt, "turbo_k2v3", 40),
     **{
-        f"latent, {kind}, Hopper": _case("latent_hopper paged_join_hopper", _latent, kind)
+        f"latent, {kind}, Hopper": _case("latent_hopper latent_join_hopper", _latent, kind)
         for kind in _LATENTS
     },
     "pooled, Hopper": _case(_POOLED, _pooled, "mosaic_gpu"),

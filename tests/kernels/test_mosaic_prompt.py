@@ -7,6 +7,7 @@ Pallas' interpreter where that is (`test_mosaic_interpreted.py`), and on a GPU
 
 import dataclasses
 import functools
+import itertools
 import types
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mosaic import eight_bits
+from pallas_kernels.mosaic.hopper.latent import join as latent_join
 from pallas_kernels.mosaic.hopper.latent import kernel as latent_kernel
 from pallas_kernels.mosaic.hopper.latent import tiles as latent_tiles
 from pallas_kernels.mosaic.hopper.paged_prompt import expand, join, lost, products, tiles, turn
@@ -170,7 +172,7 @@ class Half(warp.half):
 
 @pytest.fixture
 def lanes(monkeypatch):
-    """Runs code for lanes as the four warps of a warpgroup, which take turns."""
+    """Runs code for lanes as a program's warps, four if not told, which take turns."""
 
     def special(name):
         assert name == "tid.x"
@@ -183,19 +185,19 @@ def lanes(monkeypatch):
     monkeypatch.setattr(warp, "special", special, raising=False)
     monkeypatch.setattr(warp, "join_bits", join_bits, raising=False)
     monkeypatch.setattr(warp, "half", Half)
-    for module in (eight_bits, expand, join, lost, products, turn):
+    for module in (eight_bits, expand, join, latent_join, lost, products, turn):
         monkeypatch.setattr(module, "lane", warp)
 
-    def run(f):
+    def run(f, warps=4):
         def one(number):
             warp.STATE.number, warp.STATE.barrier = number, barrier
             f()
 
         def barrier():
-            turns.barrier("all", 4)
+            turns.barrier("all", warps)
 
         monkeypatch.setattr(lost.mgpu.utils, "warpgroup_barrier", barrier)
-        turns = Turns([functools.partial(one, number) for number in range(4)])
+        turns = Turns([functools.partial(one, number) for number in range(warps)])
         turns.run()
 
     return run
@@ -416,8 +418,8 @@ def latents(name, batch=2, heads=16, tokens=1, page_size=64, pages=64):
 
 def lower_latent(name, *, window=None, **shape):
     arrays = latents(name, **shape)
-    heads = arrays[0].shape[2]
-    s = latent_kernel.settings(helpers.SCALE, heads, window=window, codec=helpers.codec_of(name))
+    sizes, codec = arrays[0].shape[:3], helpers.codec_of(name)
+    s = latent_kernel.settings(helpers.SCALE, *sizes, window=window, codec=codec)
     return lower_for_cuda(functools.partial(latent_kernel.attend, settings=s), *arrays)
 
 
@@ -426,7 +428,7 @@ def lower_latent(name, *, window=None, **shape):
     ("name", "shape", "is_joined"),
     [
         ("bfloat16", {}, True),
-        ("turbo4", {"pages": 16}, False),
+        ("turbo4", {"pages": 1}, False),
         ("float16", {"heads": 20, "tokens": 3, "page_size": 16, "window": 300}, False),
         ("fp8_e4m3", {"heads": 128, "page_size": 128}, True),
     ],
@@ -434,15 +436,124 @@ def lower_latent(name, *, window=None, **shape):
 def test_latents_lower(name, shape, is_joined):
     text = lower_latent(name, **shape)
     assert "turbojax_latent_hopper" in text
-    assert ("turbojax_paged_join_hopper" in text) == is_joined
+    assert ("turbojax_latent_join_hopper" in text) == is_joined
 
 
-def test_parts_grow_with_the_heads_and_registers_suffice():
-    few, many = (latent_kernel.settings(0.1, heads) for heads in (64, 65))
-    assert (few.part, many.part) == (1024, 2048)
-    assert few.part % latent_tiles.TILE == 0
+@pytest.mark.parametrize(
+    ("batch", "heads", "parts", "shortest"),
+    [
+        (64, 128, 1, 512),
+        (64, 16, 2, 512),
+        (16, 128, 4, 512),
+        (16, 16, 8, 512),
+        (1, 128, 66, 256),
+        (1, 16, 132, 64),
+        (500, 16, 1, 512),
+    ],
+)
+def test_parts_fill_the_gpu(batch, heads, parts, shortest):
+    s = latent_kernel.settings(0.1, batch, 1, heads)
+    assert (s.parts, s.shortest, s.longest) == (parts, shortest, 8192)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "part"),
+    [(1, 2, 16, 1024), (1, 64, 16, 1024), (4, 64, 16, 4096), (8, 64, 128, 8192)],
+)
+def test_parts_of_several_queries_are_at_fixed_places(batch, tokens, heads, part):
+    s = latent_kernel.settings(0.1, batch, tokens, heads, window=3000)
+    assert s.shortest == s.longest == part
+    for length in (1, 5000, 40000):
+        start, size = latent_tiles.cut(jnp.int32(length), jnp.int32(length - 1), s)
+        assert (start * 64 % part, size * 64) == (0, part)
+
+
+def works(lengths, real, *, heads=16, tokens=1, window=None, parts=3, shortest=64, longest=256):
+    """Settings, and what all programs of such a call would do."""
+    s = latent_kernel.settings(0.1, 1, 1, 16, window=window)
+    s = dataclasses.replace(s, parts=parts, shortest=shortest, longest=longest)
+    lengths, real = (jnp.asarray(x, jnp.int32) for x in (lengths, real))
+    rows = -(-tokens * heads // 8) * 8
+    q = jax.ShapeDtypeStruct((len(lengths), rows, 512), jnp.bfloat16)
+    x = latent_tiles.Inputs(q, None, None, None, None, lengths, real)
+    most = latent_tiles.most_parts(1024, tokens, s)
+    total = most * len(lengths) * -(-rows // 64)
+    return s, [latent_tiles.Work(jnp.int32(i), x, heads, s) for i in range(total)]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("tokens", "heads", "shortest"), [(1, 16, 64), (9, 16, 64), (9, 16, 256)])
+def test_parts_of_a_sequence_are_all_that_its_queries_see(tokens, heads, shortest, window):
+    lengths, real = (700, 0, 1, 64, 65, -1, 1000), (tokens, 0, 1, tokens, 1, 1, tokens)
+    s, found = works(lengths, real, tokens=tokens, heads=heads, window=window, shortest=shortest)
+    seen = latent_tiles.count_parts(*(jnp.asarray(x) for x in (lengths, real)), s)
+    for b, length in enumerate(lengths):
+        of_places = {}
+        for work in found:
+            if work.b == b and work.is_any:
+                assert work.part < seen[0]
+                assert work.tiles.end - work.tiles.begin <= 4  # of `longest`
+                of_places.setdefault(int(work.first), []).append(work)
+        places = range(-(-tokens * heads // 64))
+        for first in (64 * place for place in places):
+            queries = {row // heads for row in range(first, min(first + 64, tokens * heads))}
+            at = [length - real[b] + t for t in queries if t < real[b]]
+            at = [p for p in at if p >= 0]
+            runs = [range(int(w.tiles.begin), int(w.tiles.end)) for w in of_places.get(first, ())]
+            start = 0 if window is None else max(min(at, default=0) - window, 0) // 64
+            want = range(start, max(at, default=-1) // 64 + 1)
+            if length <= 0 or not at:
+                want = range(0)
+            assert [j for run in runs for j in run] == list(want)
+
+
+@pytest.mark.quick(1, slow=0)
+@pytest.mark.parametrize("parts", [3, 11])
+@pytest.mark.parametrize("window", [None, 100])
+def test_parts_of_latents_are_joined_and_those_not_seen_are_not_read(lanes, window, parts):
+    """Of few parts by one warp, of more by eight; those not written hold NaN."""
+    tokens, heads, lengths, real = 5, 16, (700, 0, -1, 2), (5, 1, 5, 4)
+    given = {"tokens": tokens, "heads": heads, "window": window, "parts": parts}
+    s, found = works(lengths, real, longest=1024, **given)
+    most = latent_tiles.most_parts(1024, tokens, s)
+    shape, rng = (len(lengths), tokens, heads, 512), np.random.default_rng(0)
+    o = np.full((most, len(lengths), tokens * heads, 512), np.nan, np.float32)
+    lse = np.full(o.shape[:3], np.nan, np.float32)
+    for work in found:
+        if work.is_any:
+            at = int(work.part), int(work.b), slice(int(work.first), int(work.first) + 64)
+            o[at], lse[at] = rng.normal(size=o[at].shape), rng.normal(size=lse[at].shape) * 3
+    out, out_lse = np.zeros(shape, np.float16), np.zeros(shape[:3], np.float32)
+    arrays = [np.asarray(x, np.int32) for x in (lengths, real)] + [o, lse, out, out_lse]
+    shared = latent_join.SHARED if most > 4 else 1
+    arrays += [np.zeros(8 * (16 * 32 + 4), np.uint8)] * (shared > 1)
+    body = functools.partial(
+        latent_join._body,
+        [Memory(x.reshape(-1).view(np.uint8)) for x in arrays],
+        shape=shape, rows=tokens * heads, parts=most, dtype="float16", s=s,
+    )  # fmt: skip
+    for b, row in itertools.product(range(len(lengths)), (0, 63, 64, 79)):
+        ids = [warp.integer(b * tokens * heads + row)]
+        for piece in range(4 if shared > 1 else 1):
+            every = [*ids, warp.integer(piece)]
+            lanes(lambda every=every: body(every), max(4, shared))
+        there = ~np.isnan(lse[:, b, row])
+        weights = np.exp(lse[there, b, row].astype(np.float64))
+        want = weights @ o[there, b, row] / weights.sum() if there.any() else np.zeros(512)
+        got = out[b, row // heads, row % heads]
+        got_lse = out_lse[b, row // heads, row % heads]
+        if lengths[b] < 0:
+            assert np.isnan(got).all()
+            assert np.isnan(got_lse)
+            continue
+        np.testing.assert_allclose(got, want, atol=2e-3)
+        want_lse = np.log(weights.sum()) if there.any() else -np.inf
+        np.testing.assert_allclose(got_lse, want_lse, atol=1e-5)
+
+
+def test_registers_suffice():
     for codec in (None, helpers.codec_of("turbo4")):
-        attends, copies = latent_kernel.settings(0.1, 16, codec=codec).registers
+        attends, copies = latent_kernel.settings(0.1, 1, 1, 16, codec=codec).registers
         # What three warpgroups have when they start.
         assert 2 * attends + copies <= 3 * 168
 

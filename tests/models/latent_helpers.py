@@ -114,12 +114,12 @@ def oracle(case, *, window=None, scale=SCALE):
     return out, lse
 
 
-def run(case, name, *, window=None, part=None, programs=132, scale=SCALE):
+def run(case, name, *, window=None, parts=None, longest=8192, programs=132, scale=SCALE):
     """By the kernel."""
-    heads = case.arrays[0].shape[2]
-    s = kernel.settings(scale, heads, window=window, codec=codec_of(name), programs=programs)
-    if part is not None:
-        s = dataclasses.replace(s, part=part)
+    sizes = case.arrays[0].shape[:3]
+    s = kernel.settings(scale, *sizes, window=window, codec=codec_of(name), programs=programs)
+    if parts is not None:
+        s = dataclasses.replace(s, parts=parts, shortest=64, longest=longest)
     return kernel.attend(*case.arrays, s)
 
 

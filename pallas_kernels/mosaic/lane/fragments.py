@@ -125,7 +125,7 @@ def operand(words: Sequence[Sequence[Int]], is_int: bool) -> Any:
 
 
 def operand_words(a: Any) -> list[Any]:
-    """The reverse of `operand`, or of `carrier`: the compiler's values."""
+    """The words of a register operand: of `operand`, `carrier` or 16-bit ``[64, k]``, in order."""
     if isinstance(a.mlir_dtype, ir.IntegerType) and ir.IntegerType(a.mlir_dtype).width == 32:
         return [x.value for x in scalars(a)]
     word = ir.VectorType.get((1,), i32())

@@ -62,14 +62,16 @@ def start(
     a_swizzle: int | None = None,
     total: Any | None = None,
     rows_are_depth: bool = False,
+    first: int = 0,
 ) -> Any:
     """Starts ``a @ b`` as one group of asynchronous products.
 
     `a` ``[64, k]`` is in registers (layout `WGMMA_8BIT`, or its words, see `int4.load` and
     `fragments.half_words`) or in tiled shared memory, rows of its tiles then `a_swizzle` bytes; `b`
     is tiled shared memory of ``[n, k]``, of ``[k, n]`` if `rows_are_depth`, for 16-bit numbers
-    only. `total`, what such a call returned, is added to. Returns int32 or float32 ``[64, n]``, not
-    to be touched before a wait for the group.
+    only, and its instructions' steps before `first` are left out. `total`, what such a call
+    returned, is added to. Returns int32 or float32 ``[64, n]``, not to be touched before a wait for
+    the group.
     """
     if not rows_are_depth:
         b = mgpu.memref_transpose(b, (1, 0, 3, 2))
@@ -106,7 +108,7 @@ def start(
     for i, source in enumerate(left):
         if a_swizzle is not None:
             lines.append(f"add.s64 a, ${count + 1}, {left_offsets[i]};")
-        lines.append(f"add.s64 b, ${count}, {offsets[i]};")
+        lines.append(f"add.s64 b, ${count}, {offsets[first + i]};")
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{n}k{depth}.{name} {accumulator}, {source}, b,"
             f" {'no' if i == 0 and total is None else 'yes'}{flags};"

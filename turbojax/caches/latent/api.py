@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from turbojax import _checks, polar
+from turbojax import _checks
 from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
@@ -366,7 +366,7 @@ def _attend(
     interpret: bool,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs an implementation: hides sequences that cannot be read from it, and rotates for it.
+    """Runs an implementation; a sequence that cannot be read has the length -1.
 
     `interpret` is an argument so that what was traced for the interpreter is not reused without it.
     """
@@ -374,21 +374,17 @@ def _attend(
     tokens, dtype = query_latent.shape[1], options.dtype_of_output(query_latent)
     first = _first_seen(lengths, query_lengths, tokens, options, extras)
     ok = page_checks.readable(cache, block_tables, lengths, first)
-    is_rotated = cache.format.is_rotated
     out, residual = attend(
-        polar.rotate(query_latent, cache.rotation) if is_rotated else query_latent,
+        query_latent,
         query_rope,
         cache,
         jnp.clip(block_tables, 0, cache.num_pages - 1),
-        jnp.where(ok, lengths, 0),
+        jnp.where(ok, lengths, -1),
         jnp.clip(query_lengths, 0, tokens),
         options=options,
         extras=extras,
     )
-    if is_rotated:
-        out = polar.unrotate(out, cache.rotation)
     if extras.sinks is not None:
         real = jnp.arange(tokens)[None] < query_lengths[:, None]
         out, residual = with_sinks(out, residual, extras.sinks, real)
-    out = jnp.where(ok[:, None, None, None], out, jnp.nan).astype(dtype)
-    return out, jnp.where(ok[:, None, None], residual, jnp.nan)
+    return out.astype(dtype), residual

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 
 from turbojax import polar
 from turbojax._device import multiprocessors, needs_hopper
@@ -13,6 +14,7 @@ from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
 from turbojax.caches.latent.pages import LatentPages
 from turbojax.caches.paged.formats import Codes
+from turbojax.polar.rotation import hadamard
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.paged_prompt.expand import Codec
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 _KERNEL = "pallas_kernels.mosaic.hopper.latent"
 _DTYPES = ("bfloat16", "float16")
 _LATENT_DIM, _ROPE_DIM = 512, 64
+_UNIT = 1 / math.sqrt(_LATENT_DIM)
 
 
 @functools.cache
@@ -69,13 +72,14 @@ def attend(
     del extras  # see `unsupported`
     settings = kernel.settings(
         options.scale,
-        query_latent.shape[2],
+        *query_latent.shape[:3],
         window=None if options.window is None else options.window[0],
         codec=codec_of(cache),
         programs=multiprocessors(),
     )
+    is_rotated = cache.format.is_rotated
     out, lse = kernel.attend(
-        query_latent.astype(cache.dtype),
+        _rotated(query_latent, cache.rotation) if is_rotated else query_latent,
         query_rope,
         cache.latent,
         cache.scale,
@@ -85,7 +89,25 @@ def attend(
         query_lengths,
         settings,
     )
-    return out, lse
+    return _unrotated(out, cache.rotation) if is_rotated else out, lse
+
+
+# Rotations are products with a matrix of 1 and -1, exact but for their sums in float32: butterflies
+# read and write all rows several times, 76 us for 64 sequences of 128 heads.
+
+
+def _rotated(x: jax.Array, rotation: polar.Rotation) -> jax.Array:
+    signs = rotation.signs.astype(x.dtype)[None, None, None]
+    return (_product(x * signs) * _UNIT).astype(x.dtype)
+
+
+def _unrotated(x: jax.Array, rotation: polar.Rotation) -> jax.Array:
+    return (_product(x) * (rotation.signs * _UNIT)[None, None, None]).astype(x.dtype)
+
+
+def _product(x: jax.Array) -> jax.Array:
+    matrix = jnp.asarray(hadamard(_LATENT_DIM).astype(x.dtype))
+    return jnp.einsum("...c,dc->...d", x, matrix, preferred_element_type=jnp.float32)
 
 
 def codec_of(cache: LatentPages) -> "Codec | None":

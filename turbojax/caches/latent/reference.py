@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from turbojax import polar
 from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
 from turbojax.caches.latent.formats import Tokens
@@ -37,9 +38,12 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the newest tokens' queries to their sequences' pages, and gives the log-sum-exp.
 
-    `query_latent` is rotated, in float32, if latents are, and then so is the float32 output. All
-    pages of `block_tables` must be within the pool. Sinks are left to the caller.
+    All pages of `block_tables` must be within the pool. A sequence whose length is negative gives
+    NaN. The output is in float32. Sinks are left to the caller.
     """
+    is_rotated, is_broken, lengths = cache.format.is_rotated, lengths < 0, jnp.maximum(lengths, 0)
+    if is_rotated:
+        query_latent = polar.rotate(query_latent, cache.rotation)
     rows, tokens = query_latent.shape[:3], query_latent.shape[1]
     tables = in_tiles(block_tables, cache.page_size, _TILE)
     offset = jnp.arange(tokens, dtype=jnp.int32)[None]
@@ -64,7 +68,11 @@ def attend(
         jnp.zeros(rows, jnp.float32),
     )
     empty = varying_like(empty, queries, cache, tables, lengths, query_lengths, extras)
-    return rounding.finish(*jax.lax.fori_loop(*bounds, tile, empty))
+    out, residual = rounding.finish(*jax.lax.fori_loop(*bounds, tile, empty))
+    if is_rotated:
+        out = polar.unrotate(out, cache.rotation)
+    out = jnp.where(is_broken[:, None, None, None], jnp.nan, out)
+    return out, jnp.where(is_broken[:, None, None], jnp.nan, residual)
 
 
 def _read(cache: LatentPages, pages: jax.Array) -> tuple[jax.Array, jax.Array]:

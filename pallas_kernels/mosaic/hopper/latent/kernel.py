@@ -2,32 +2,32 @@
 
 Roofline, H200, 64 sequences of 8,192 tokens: 1,152 bytes a token in 16 bits, 644 in e4m3, 388 in
 turbo4, so 140, 79 and 47 us; 2 * N * (576 + 512) operations, 92 us for 16 heads (as for 64) and 185
-for 128. Target: 0.8 of the larger. Seen: 16 bits 180 and 306 us, e4m3 215 and 406, turbo4 206 and
-410. Far from its floor is one short sequence, which has 8 programs.
+for 128. Target: 0.8 of the larger. Seen: 16 bits 148 and 220 us, e4m3 328 and turbo4 333 with 128
+heads, bound by expansion; one such sequence, 16 heads, 8.5 us and 2.9 of the join.
 
 A token has one latent of 512 channels, key and value of all heads, and 64 rotary channels that all
 keys share. N heads are N queries of the same token, so a program takes 64 rows of them at once.
 
-A program has three warpgroups. The first finds weights of 64 tokens: scores from shared memory,
-softmax, and the weights into shared memory. Both the first and the second sum, each its half of the
-latent's channels, so that their 64 x 256 sums fit in registers. The third copies into two slots of
-64 tokens, each of which serves as keys and, turned by the matrix unit's descriptor, as values. What
-is stored in fewer bits is expanded into them by the third, and by the second while the first finds
+A program has three warpgroups. The first finds weights of 64 tokens, in two halves (`softmax`), and
+hands them on in shared memory. Both the first and the second sum, each its half of the latent's
+channels, so that their 64 x 256 sums fit in registers. The third copies into two slots of 64
+tokens, each of which serves as keys and, turned by the matrix unit's descriptor, as values. What is
+stored in fewer bits is expanded into them by the third, and by the second while the first finds
 weights. (Four warpgroups, one of which only finds weights, would keep the matrix unit busier, but
 ptxas does not compile a product of 128 sums a thread where a thread starts with 128 registers.)
 
-Sequences are taken in parts at fixed positions, and `paged_prompt.join` adds up what was found in
-order: a query's bits depend on its own position and on what its sequence holds alone.
+Sequences are cut into as many equal parts as fill the GPU, and `join` adds up what was found: bits
+of a query depend on what its sequence holds, and on the sizes of the call, not on other sequences.
 
 Roofline in full and versions: `docs/kernels/latent.md`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import LOG2_E, Ref
 from pallas_kernels.mosaic import lane, ring
-from pallas_kernels.mosaic.hopper.latent import tiles
+from pallas_kernels.mosaic.hopper.latent import join, softmax, tiles
 from pallas_kernels.mosaic.hopper.latent.tiles import (
     HALF,
     HALVES,
@@ -50,12 +50,11 @@ from pallas_kernels.mosaic.hopper.latent.tiles import (
     place,
     settings,
 )
-from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
-from pallas_kernels.mosaic.hopper.paged_prompt import tiles as prompt_tiles
+from pallas_kernels.mosaic.hopper.paged_prompt import lost
 from pallas_kernels.mosaic.hopper.paged_prompt.expand import BYTE_OFFSET, Codec, centroids
-from pallas_kernels.mosaic.hopper.paged_prompt.products import accumulator
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import pieces
 from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
+from pallas_kernels.mosaic.products import wgmma
 from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, SCALAR
 
 # Expansion ----------------------------------------------------------------------------------------
@@ -234,14 +233,14 @@ def memory(x: Inputs, s: Settings) -> Memory:
         q_rope=ring.tile((ROWS, ROPE), dtype),
         latent=ring.tile((STAGES, HALVES, TILE, HALF), dtype),
         rope=ring.tile((STAGES, TILE, ROPE), dtype),
-        p=ring.tile((ROWS, TILE), dtype),
+        p=ring.tile((HALVES, ROWS, TILE // HALVES), dtype),
         factor=plgpu.SMEM((ROWS,), jnp.float32),
         lost=lost.memory(HALVES),
         q_ready=plgpu.Barrier(num_arrivals=1 + HALVES),
         q_free=plgpu.Barrier(),
         ready=plgpu.Barrier(num_arrivals=arrivals, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=HALVES, num_barriers=STAGES),
-        p_ready=plgpu.Barrier(),
+        p_ready=plgpu.Barrier(num_barriers=HALVES),
         p_free=plgpu.Barrier(),
     )
 
@@ -335,13 +334,18 @@ def _expand(
 
 
 def _scores(slot: jax.Array, y: Memory) -> jax.Array:
-    def f(out: Ref) -> jax.Array:
-        for i in range(HALVES):
-            plgpu.wgmma(out, y.q.at[i], ring.transposed(y.latent.at[slot, i]))
-        plgpu.wgmma(out, y.q_rope, ring.transposed(y.rope.at[slot]))
-        return out[...]
+    pairs = [(y.q.at[i], y.latent.at[slot, i]) for i in range(HALVES)]
+    pairs.append((y.q_rope, y.rope.at[slot]))
+    kind = ring.array((ROWS, TILE), jnp.float32)
 
-    return pl.run_scoped(f, accumulator((ROWS, TILE), jnp.float32))
+    def start(q: Any, k: Any, *total: Any) -> Any:
+        return wgmma.start(q, k, swizzle=128, a_swizzle=128, total=total[0] if total else None)
+
+    found: tuple[jax.Array, ...] = ()
+    for q, k in pairs:
+        kinds = ring.tile_type(q), ring.tile_type(k), *(_MATRIX for _ in found)
+        found = (ring.inline(start, kinds, kind)(q, k, *found),)
+    return _added(*found)
 
 
 def _hide(
@@ -365,35 +369,40 @@ def _hide(
     return lost.spoil(jnp.where(seen, scores, -jnp.inf), words, first, last)
 
 
-def _hand_over(p: jax.Array, factor: jax.Array, y: Memory) -> None:
-    """Hands weights, and the factors of the sums before, to the warpgroups that sum values."""
-    plgpu.barrier_wait(y.p_free)
-    y.p[...] = p
-    y.factor[...] = factor
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(y.p_ready)
-
-
 def _attend(
     work: Work, slot: jax.Array, results: tuple[Ref, Ref], y: Memory, s: Settings
 ) -> jax.Array:
     """The weights of a program's rows, and the first half of their channels; the slot after."""
+    factor = abs(s.scale) * LOG2_E
+
+    def hand_over(half: int, p: jax.Array) -> None:
+        """Hands weights of half of a tile's tokens to the warpgroup that sums the other half."""
+        y.p[half] = p
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(y.p_ready.at[half])
 
     def step(j: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
         o, m, l, slot = carry
         plgpu.barrier_wait(y.ready.at[slot])
-        found = _scores(slot, y) * (s.scale * LOG2_E)
+        found = _scores(slot, y)
+        if s.scale < 0:
+            found = -found
         if is_edge:
             found = _hide(found, j, slot, work, y, s)
-        top = jnp.maximum(m, jnp.max(found, axis=1))
-        # 0 in rows where nothing was visible yet.
-        shift = jnp.where(top == -jnp.inf, 0.0, top)
-        alpha = jnp.exp2(m - shift)
-        p = jnp.exp2(found - ring.along(shift, found.shape, 0))
-        l = l * alpha + jnp.sum(p, axis=1)
-        o, p = o * ring.along(alpha, o.shape, 0), p.astype(y.p.dtype)
-        o = _add(o, p, slot, jnp.int32(0), y, lambda: _hand_over(p, alpha, y))
-        return o, top, l, ring.next_slot(slot, STAGES)
+        m, alpha, l = softmax.maxima(found, m, l, factor)
+        p, l = softmax.weights(found, m, l, factor, 0)
+        o, p = softmax.rescaled(o, alpha), p.astype(y.p.dtype)
+        o = _add(o, p, y.latent.at[slot, 0], 0)
+        plgpu.barrier_wait(y.p_free)
+        y.factor[...] = alpha
+        hand_over(0, p)
+        p, l = softmax.weights(found, m, l, factor, 1)
+        p = p.astype(y.p.dtype)
+        o = _add(o, p, y.latent.at[slot, 0], 1)
+        hand_over(1, p)
+        o = _added(o)
+        plgpu.barrier_arrive(y.free.at[slot])
+        return o, m, l, ring.next_slot(slot, STAGES)
 
     edge, plain = (functools.partial(step, is_edge=x) for x in (True, False))
     tiles, o = work.tiles, ring.full(0.0, (ROWS, HALF), _MATRIX)
@@ -404,6 +413,7 @@ def _attend(
     carry = lax.fori_loop(tiles.inner, tiles.outer, plain, carry)
     o, m, l, slot = lax.fori_loop(tiles.outer, tiles.end, edge, carry)
     pl.when(work.is_any)(lambda: plgpu.barrier_arrive(y.q_free))
+    l = softmax.total(l)
     nothing = (work.token_of() >= work.real) | (l == 0)
     # A constant plus a scalar is a row array that loops can carry.
     broken = jnp.where(work.is_broken, jnp.nan, 0.0)
@@ -411,7 +421,7 @@ def _attend(
     plgpu.barrier_wait(y.p_free)
     y.factor[...] = share
     plgpu.commit_smem()
-    plgpu.barrier_arrive(y.p_ready)
+    plgpu.barrier_arrive(y.p_ready.at[0])
     lse = jnp.where(nothing, -jnp.inf, m * (1 / LOG2_E) + jnp.log(l)) + broken
     _store(o, share, jnp.int32(0), work, results[0])
     numbers(lse, results[1], work.base, work.first, work.rows)
@@ -421,18 +431,34 @@ def _attend(
 # What both do -------------------------------------------------------------------------------------
 
 
-def _add(
-    o: jax.Array, p: Any, slot: jax.Array, half: jax.Array, y: Memory, then: Callable[[], None]
-) -> jax.Array:
-    """`o` plus weights `p` times a tile's values; then the slot is free. `then` runs meanwhile."""
+def _add(o: jax.Array, p: Any, values: Ref, half: int) -> jax.Array:
+    """Starts to add weights `p` of half of a tile's tokens times its values ``[64, 256]`` to `o`.
 
-    def add(out: Ref) -> None:
-        plgpu.wgmma(out, p, y.latent.at[slot, half])
-        then()
+    The result must not be touched before `_added`, but by another such call.
+    """
 
-    o = pl.run_state(add)(accumulator.init(o))
-    plgpu.barrier_arrive(y.free.at[slot])
-    return o
+    def f(o: Any, p: Any, values: Any) -> Any:
+        given = {"a_swizzle": ring.swizzle_of(TILE // 2, dtype)} if is_memory else {}
+        return wgmma.start(
+            p,
+            values,
+            swizzle=128,
+            total=o,
+            rows_are_depth=True,
+            first=half * (TILE // 32),
+            **given,
+        )
+
+    dtype, is_memory = values.dtype, not isinstance(p, jax.Array)
+    kinds = _MATRIX, ring.tile_type(p) if is_memory else _MATRIX, ring.tile_type(values)
+    return ring.inline(f, kinds, ring.array(o.shape, jnp.float32))(o, p, values)
+
+
+def _added(o: jax.Array) -> jax.Array:
+    plgpu.wgmma_wait(0)
+    # Nothing that reads it comes before the wait.
+    kind = ring.array(o.shape, jnp.float32)
+    return ring.inline(mgpu.optimization_barrier, (_MATRIX,), kind)(o)
 
 
 def _store(o: jax.Array, share: jax.Array, half: jax.Array, work: Work, out: Ref) -> None:
@@ -453,7 +479,7 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
     codes = None if s.codec is None else Codes(x, s.codec, jnp.dtype(x.q.dtype).name)
 
     def factors() -> jax.Array:
-        plgpu.barrier_wait(y.p_ready)
+        plgpu.barrier_wait(y.p_ready.at[0])
         return ring.load(y.factor, ROW)
 
     def expanded(words: list[jax.Array], j: jax.Array, slot: jax.Array) -> list[jax.Array]:
@@ -471,8 +497,11 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
         following = ring.next_slot(slot, STAGES)
         words = expanded(words, j + 1, following)
         plgpu.barrier_wait(y.ready.at[slot])
-        o = o * ring.along(factors(), o.shape, 0)
-        o = _add(o, y.p, slot, jnp.int32(1), y, lambda: None)
+        o = softmax.rescaled(o, factors())
+        o = _add(o, y.p.at[0], y.latent.at[slot, 1], 0)
+        plgpu.barrier_wait(y.p_ready.at[1])
+        o = _added(_add(o, y.p.at[1], y.latent.at[slot, 1], 1))
+        plgpu.barrier_arrive(y.free.at[slot])
         plgpu.barrier_arrive(y.p_free)
         return o, following, *words
 
@@ -489,10 +518,14 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
 # The call -----------------------------------------------------------------------------------------
 
 
-def _kernel(*refs: Ref, s: Settings, heads: int, total: int, is_whole: bool) -> None:
+def _kernel(
+    *refs: Ref, names: tuple[str, ...], s: Settings, heads: int, total: int, parts: int
+) -> None:
     *inputs, out_ref, lse_ref = refs
-    x, me = Inputs(*inputs), lax.axis_index("warpgroup")
-    share = ring.Share(total if is_whole else total * x.parts[1])
+    count = len(inputs) - len(names)
+    x = Inputs(*inputs[:count], **dict(zip(names, inputs[count:], strict=True)))
+    me, is_whole = lax.axis_index("warpgroup"), parts == 1
+    share = ring.Share(total * (parts if x.parts is None else x.parts[0]))
 
     def body(**given: Ref) -> None:
         y = Memory(**given)
@@ -558,22 +591,27 @@ def attend(
     pad = ((0, 0), (0, -count % _EIGHT), (0, 0))
     q, q_rope = (jnp.pad(a.reshape(batch, count, -1), pad) for a in (query_latent, query_rope))
     rows, places = q.shape[1], pl.cdiv(q.shape[1], ROWS)
-    parts = pl.cdiv(block_tables.shape[1] * rope.shape[1], settings.part)
-    of_parts = prompt_tiles.Settings(settings.window, None, STAGES, settings.part, heads)
-    seen = jnp.asarray([0, 1], jnp.int32)
+    parts = tiles.most_parts(block_tables.shape[1] * rope.shape[1], tokens, settings)
     shapes = [
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct((batch, rows), jnp.float32),
     ]
     if parts > 1:
-        seen = prompt_tiles.parts_seen(lengths, query_length, of_parts)
         shapes = [
-            jax.ShapeDtypeStruct((parts, batch, 1, rows, *last), jnp.float32)
+            jax.ShapeDtypeStruct((parts, batch, rows, *last), jnp.float32)
             for last in ((LATENT,), ())
         ]
     total = batch * places
+    given = {"scale": scale}
+    if total * parts > settings.programs and parts > 1:
+        # Programs would go through parts that no sequence has.
+        given["parts"] = tiles.count_parts(lengths, query_length, settings)
+    given = {name: x for name, x in given.items() if x is not None}
+    kernel = functools.partial(
+        _kernel, names=tuple(given), s=settings, heads=heads, total=total, parts=parts
+    )
     run = ring.launch(
-        functools.partial(_kernel, s=settings, heads=heads, total=total, is_whole=parts == 1),
+        kernel,
         "turbojax_latent_hopper",
         tuple(shapes),
         total * parts,
@@ -582,10 +620,9 @@ def attend(
         # Rows are reduced by shuffles: there is no room for more.
         reduction_scratch_bytes=0,
     )
-    given = () if scale is None else (scale,)
-    out, lse = run(q, q_rope, latent, rope, block_tables, lengths, query_length, seen, *given)
+    arrays = (q, q_rope, latent, rope, block_tables, lengths, query_length, *given.values())
+    out, lse = run(*arrays)
     if parts > 1:
-        shape = query_latent.shape
-        return join.join(out, lse, lengths, query_length, shape, q.dtype, of_parts, tile=ROWS)
+        return join.join(out, lse, lengths, query_length, query_latent.shape, q.dtype, settings)
     out = out[:, :count].reshape(query_latent.shape)
     return out, lse[:, :count].reshape(batch, tokens, heads)

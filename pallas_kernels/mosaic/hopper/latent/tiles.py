@@ -1,6 +1,7 @@
 """Decode over latents on Hopper: what is static, what is read, and the work of a program."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -22,11 +23,16 @@ HALVES = 2  # halves of the latent's channels; each is summed by its own warpgro
 HALF = LATENT // HALVES
 
 
+_LONGEST = 8192
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     scale: float  # factor of the products
     window: int | None = None  # how many earlier tokens a query sees, or None
-    part: int = 1024  # tokens of the parts that programs take, a multiple of a tile's
+    parts: int = 1  # that a sequence is cut into, but for the next two
+    shortest: int = 64  # tokens of a part at least, if the sequence has them
+    longest: int = _LONGEST  # and at most; multiples of a tile's
     codec: Codec | None = None  # how the latent is stored if not in the query's 16 bits
     # Prefetch to the L2 cache the tile that is so many after the one being copied; 0 for none.
     ahead: int = 2
@@ -36,24 +42,82 @@ class Settings:
 
 def settings(
     scale: float,
+    batch: int,
+    tokens: int,
     heads: int,
     *,
     window: int | None = None,
     codec: Codec | None = None,
     programs: int = 132,
 ) -> Settings:
-    """Settings for a call; `heads` are the queries of a token.
+    """Settings for a call of `batch` sequences with `tokens` queries each for every head.
 
-    How a sequence is cut into parts, and so the bits of its results, depends on the heads alone:
-    neither on the batch nor on the number of new tokens.
+    How a sequence is cut into parts, and so the bits of its results, depends on these sizes and on
+    its own tokens: of one query on its position, of several not even on that, so that it does not
+    matter where a prompt was cut.
     """
-    # Parts' results grow with the heads, and so do the programs of a part.
-    part = 1024 if heads <= ROWS else 2048
-    registers = (232, 40) if codec is None else (208, 88)
+    rows = tokens * heads
+    parts = parts_of(batch * -(-rows // ROWS), programs)
+    if tokens > 1:
+        shortest = longest = min(max(_LONGEST // parts // TILE * TILE, 1024), _LONGEST)
+    else:
+        # What parts leave is written and read again: 1 x 8k, 128 heads, took 21 us with 128 tokens.
+        shortest, longest = TILE * min(max(1, batch * rows // 32), 8), _LONGEST
     # Copies of 16-bit latents take all of the time, so prefetching costs: 64 x 8k, 16 heads, 203 us
     # with 2 tiles, 193 with 1, 180 with none. Codes wait to be expanded: 206, 207 and 210.
     ahead = 0 if codec is None else 2
-    return Settings(scale, window, part, codec, ahead, registers, programs)
+    return Settings(
+        scale,
+        window,
+        parts,
+        shortest,
+        longest,
+        codec,
+        ahead=ahead,
+        registers=(232, 40) if codec is None else (208, 88),
+        programs=programs,
+    )
+
+
+# What `parts_of` assumes: tiles of a sequence, and how many take as long as a part's begin and end.
+_TILES, _PER_PART = 128, 4
+
+
+def parts_of(units: int, programs: int) -> int:
+    """The parts with which so many units, 64 rows of a sequence each, are done soonest."""
+
+    def time(parts: int) -> float:
+        return -(-units * parts // programs) * (_TILES / parts + _PER_PART)
+
+    return min(range(1, programs + 1), key=time)
+
+
+def most_parts(width: int, tokens: int, s: Settings) -> int:
+    """Parts of a sequence at most, whose `tokens` queries see at most `width` tokens."""
+    if s.window is not None:
+        width = min(width, s.window + tokens + TILE + s.shortest)
+    return max(1, min(-(-width // s.shortest), max(s.parts, -(-width // s.longest))))
+
+
+def count_parts(lengths: jax.Array, query_lengths: jax.Array, s: Settings) -> jax.Array:
+    """The most parts that a sequence of these has, int32 ``[1]``."""
+    lengths = jnp.maximum(lengths, 0)
+    start, size = jax.vmap(functools.partial(cut, s=s))(lengths, lengths - query_lengths)
+    tiles = (lengths + (TILE - 1)) // TILE - start
+    return jnp.max((tiles + (size - 1)) // size, keepdims=True)
+
+
+def cut(length: jax.Array, begin: jax.Array, s: Settings) -> tuple[jax.Array, jax.Array]:
+    """The first tile of a sequence's first part, and the tiles of a part.
+
+    `begin` is the position of its first query.
+    """
+    least, tile, start = s.shortest // TILE, jnp.int32(TILE), jnp.int32(0)
+    if s.window is not None:
+        start = lax.div(jnp.maximum(begin - s.window, 0), jnp.int32(s.shortest)) * least
+    count = lax.div(length + (TILE - 1), tile) - start
+    size = lax.div(count + (s.parts - 1), jnp.int32(s.parts))
+    return start, jnp.clip(size, least, s.longest // TILE)
 
 
 class Inputs(NamedTuple):
@@ -66,8 +130,8 @@ class Inputs(NamedTuple):
     tables: Ref
     lengths: Ref
     query_lengths: Ref
-    parts: Ref
     scale: Ref | None = None
+    parts: Ref | None = None
 
 
 class Work:
@@ -94,7 +158,6 @@ class Work:
         places = jnp.int32(pl.cdiv(rows, ROWS))
         self.place, number = lax.rem(number, places), lax.div(number, places)
         self.b, self.part = lax.rem(number, jnp.int32(batch)), lax.div(number, jnp.int32(batch))
-        self.part = self.part + x.parts[0]
         self.first, self.heads, self.rows = self.place * ROWS, heads, rows
         self.base = (self.part * batch + self.b) * rows
         length = x.lengths[self.b]
@@ -104,10 +167,10 @@ class Work:
         first = lax.div(self.first, jnp.int32(heads))
         last = jnp.minimum(lax.div(self.first + (ROWS - 1), jnp.int32(heads)), self.real - 1)
         last = jnp.where(first < self.real, self.begin + last, -1)
-        per_part = s.part // TILE
-        start = self.part * per_part
+        start, size = cut(self.length, self.begin, s)
+        start = start + self.part * size
         tiles = span(self.begin + first, last, TILE, s.window)
-        self.tiles = Span(*(jnp.clip(at, start, start + per_part) for at in tiles))
+        self.tiles = Span(*(jnp.clip(at, start, start + size) for at in tiles))
 
     @property
     def is_any(self) -> jax.Array:
