@@ -246,7 +246,7 @@ def attend_cache(
 
     def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> jax.Array:
         parts = split_query(queries, cache.latent_dim)
-        out, _ = latent_attention.attend_latents(
+        out, _ = latent_attention.attend_pages(
             *parts, pages, tables, lengths, real, options=options, implementation=implementation
         )
         return out

@@ -29,7 +29,7 @@ from turbojax.caches.base import (
     rows_in_use,
     sizes_of,
 )
-from turbojax.caches.paged import attend_pages
+from turbojax.caches.paged import api
 from turbojax.caches.paged.layer import PAGE_SIZE, check_room, empty_layer, ring_pages, ring_tables
 from turbojax.caches.paged.layer import PAGED_KINDS as PAGED_KINDS
 from turbojax.caches.paged.layer import PagedKind as PagedKind
@@ -65,7 +65,7 @@ def attend(
     def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> Any:
         arrays = (queries, layer.pages, layer.block_tables, lengths, real)
         static: Any = {"options": options, "implementation": implementation}
-        return attend_pages(*arrays, extras=extras, **static)
+        return api.attend(*arrays, extras=extras, **static)
 
     size = query_chunk(batch, heads // layer.pages.num_kv_heads)
     if tokens <= size or extras.query_offset is not None:

@@ -66,7 +66,7 @@ def _attend_and_store(
     *,
     options: Options,
     implementation: str | None,
-) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
+) -> tuple[Attended, CacheT]:
     """`prefill` by the implementation for these arrays."""
     inside = jnp.clip(lengths, 0, key.shape[1])
     out = attend(
@@ -79,6 +79,7 @@ def _attend_and_store(
         options=options,
         extras=extras,
         implementation=implementation,
+        residual=True,
     )
     return out, kv4.store_prompt(cache, key, value, lengths)
 

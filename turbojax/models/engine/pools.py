@@ -214,12 +214,12 @@ def access_to(pool: Pool) -> tuple[_Access, _Access]:
     """What appends to such a pool, and what attends to it.
 
     Their arguments are those of `turbojax.paged.append` and
-    `turbojax.caches.paged.attend_pages`; queries, keys and values of latents are as
+    `turbojax.caches.paged.attend`; queries, keys and values of latents are as
     `turbojax.caches.latent.kind` says.
     """
     if holds_latents(pool):
         return _append_latents, _attend_latents
-    return paged.append, paged_attention.attend_pages
+    return paged.append, paged_attention.attend
 
 
 def check_call(
@@ -271,7 +271,7 @@ def _attend_latents(
 ) -> tuple[jax.Array, jax.Array]:
     if refusal := extras.refusal():
         raise NotImplementedError(f"latent_attention cannot run here: {refusal}")
-    return latent_attention.attend_latents(
+    return latent_attention.attend_pages(
         *split_query(query, pool.latent_dim),
         pool,
         block_tables,
