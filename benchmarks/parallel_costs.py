@@ -126,8 +126,9 @@ class Costs:
         fixed = 2 * (two - costs.exchanges(2)) / one - 1
         return dataclasses.replace(costs, fixed=float(np.clip(fixed, 0, 1)))
 
-    def exchanges(self, devices: int, batch: int = 16) -> float:
-        """What a step of a model exchanges: two sums a layer, one of embeddings, and logits."""
+    def exchanges(self, devices: int) -> float:
+        """What a step of 16 sequences exchanges: two sums a layer, one of embeddings, logits."""
+        batch = 16
         sums = (2 * LAYERS + 1) * self.reduce.time(
             2 * (devices - 1) / devices * 2 * batch * WIDTH, devices
         )

@@ -77,11 +77,10 @@ class Sizes:
     def __post_init__(self) -> None:
         _checks.check_sizes(**dataclasses.asdict(self))
 
-    def pages_of_request(self, window: int | None, tokens: int | None = None) -> int:
-        """Pages that a request, by default the longest, needs at most while its prompt runs."""
-        tokens = self.max_length if tokens is None else tokens
-        piece = min(self.step_tokens, tokens)
-        return pages_at_most(tokens, piece, self.page_size, window)
+    def pages_of_request(self, window: int | None) -> int:
+        """Pages that the longest request needs at most while its prompt runs."""
+        piece = min(self.step_tokens, self.max_length)
+        return pages_at_most(self.max_length, piece, self.page_size, window)
 
     def pages_of_all(self, window: int | None) -> int:
         """Pages that all running requests need at most, where one of them is in a long prompt."""
