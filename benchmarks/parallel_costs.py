@@ -207,10 +207,10 @@ def speedup(time: Time, tokens: int, devices: int) -> float:
     return time(tokens, 1) / time(tokens, devices)
 
 
-def pays_to(time: Time, tokens: int, most: int = 4096) -> int:
-    """The largest power of two of GPUs up to which each doubling pays, see LEAST_OF_DOUBLING."""
+def pays_to(time: Time, tokens: int) -> int:
+    """The largest power of two of GPUs to which each doubling pays, see LEAST_OF_DOUBLING."""
     devices = 1
-    while devices < most:
+    while devices < 4096:
         gain = speedup(time, tokens, 2 * devices) / speedup(time, tokens, devices)
         if math.isnan(gain) or gain < LEAST_OF_DOUBLING:
             break

@@ -149,19 +149,14 @@ def attend_cache(
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` for callers that have `Options`, causal ones; also gives the log-sum-exp."""
-    _require_order(cache, axis, query.shape[1], options)
+    if isinstance(cache, ProgressiveCache):  # whose places must tell what so many queries see
+        refusal = cache.why_not_in_order(query.shape[1], options.window)
+        if refusal is not None:
+            raise NotImplementedError(f"a cache split over {axis=}: {refusal}")
     run = run_of_cache(cache, axis)
     local = of_run(cache, run)
     attend = _attention_to(local, _of_part(options), implementation)
     return _merge(query, cache.lengths, query_lengths, run, axis, attend, options, sinks)
-
-
-def _require_order(cache: Any, axis: AxisName, tokens: int, options: Options) -> None:
-    """Raises NotImplementedError if the places of tokens do not tell what so many queries see."""
-    if not isinstance(cache, ProgressiveCache):
-        return
-    if refusal := cache.why_not_in_order(tokens, options.window):
-        raise NotImplementedError(f"a cache split over {axis=}: {refusal}")
 
 
 def paged_attention(  # noqa: D417
@@ -226,11 +221,9 @@ def attend_new_tokens(axis: AxisName, implementation: str | None = None) -> Atte
         implementation = None
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
-        options = options.complete(query.shape[3])
-        _require_order(cache, axis, query.shape[1], options)
         cache = append(cache, key, value, axis, implementation=implementation)
-        sinks = of_layer(query, sinks).sinks
-        how: Any = {"options": options, "sinks": sinks, "implementation": implementation}
+        static = options.complete(query.shape[3])
+        how: Any = {"options": static, "sinks": sinks, "implementation": implementation}
         out, _ = attend_cache(query, cache, axis, **how)
         return out, cache
 

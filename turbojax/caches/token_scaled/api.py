@@ -49,7 +49,6 @@ def prefill(
     with the exact softmax and blocks of 128. The log-sum-exp is always there.
     """
     del residual
-    kv4.check_cache(cache)
     lengths = checks.check_prompt(cache, query, key, value, lengths)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
     run = per_device(tables.FIREQ_PREFILL, _attend_and_store, **static)
@@ -97,7 +96,6 @@ def decode(
     """See `turbojax.caches.base.Kind.decode`; the log-sum-exp is always there."""
     del residual
     require_causal(options)
-    kv4.check_cache(cache)
     lengths = checks.check_newest(cache, query, query_lengths)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
     return new_tokens.decode(
