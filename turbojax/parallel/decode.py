@@ -148,7 +148,7 @@ def attend_cache(
     sinks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode` for callers that have `Options`, causal ones; also gives the log-sum-exp."""
+    """`decode` of `Options`, causal ones; also gives the log-sum-exp."""
     if isinstance(cache, ProgressiveCache):  # whose places must tell what so many queries see
         refusal = cache.why_not_in_order(query.shape[1], options.window)
         if refusal is not None:
