@@ -102,7 +102,7 @@ def layer_tensors(model: models.Transformer, tokens: jax.Array) -> _HeadTensors:
     return query, key, value
 
 
-def with_random(tensors: _HeadTensors, seed: int = 0) -> _HeadTensors:
+def with_random(tensors: _HeadTensors) -> _HeadTensors:
     """The layers' tensors, and one more "layer" of random normal numbers."""
 
     def add(x: jax.Array, key: jax.Array) -> jax.Array:
@@ -110,7 +110,7 @@ def with_random(tensors: _HeadTensors, seed: int = 0) -> _HeadTensors:
         numbers = jax.random.normal(key, (1, *x.shape[1:]), jnp.float32)
         return jnp.concatenate([x, numbers.astype(x.dtype)])
 
-    query, key, value = map(add, tensors, jax.random.split(jax.random.key(seed), 3))
+    query, key, value = map(add, tensors, jax.random.split(jax.random.key(0), 3))
     return query, key, value
 
 

@@ -126,8 +126,9 @@ class Costs:
         fixed = 2 * (two - costs.exchanges(2)) / one - 1
         return dataclasses.replace(costs, fixed=float(np.clip(fixed, 0, 1)))
 
-    def exchanges(self, devices: int, batch: int = 16) -> float:
-        """What a step of a model exchanges: two sums a layer, one of embeddings, and logits."""
+    def exchanges(self, devices: int) -> float:
+        """What a step of 16 sequences exchanges: two sums a layer, one of embeddings, logits."""
+        batch = 16
         sums = (2 * LAYERS + 1) * self.reduce.time(
             2 * (devices - 1) / devices * 2 * batch * WIDTH, devices
         )
@@ -206,10 +207,10 @@ def speedup(time: Time, tokens: int, devices: int) -> float:
     return time(tokens, 1) / time(tokens, devices)
 
 
-def pays_to(time: Time, tokens: int, most: int = 4096) -> int:
-    """The largest power of two of GPUs up to which each doubling pays, see LEAST_OF_DOUBLING."""
+def pays_to(time: Time, tokens: int) -> int:
+    """The largest power of two of GPUs to which each doubling pays, see LEAST_OF_DOUBLING."""
     devices = 1
-    while devices < most:
+    while devices < 4096:
         gain = speedup(time, tokens, 2 * devices) / speedup(time, tokens, devices)
         if math.isnan(gain) or gain < LEAST_OF_DOUBLING:
             break

@@ -155,9 +155,9 @@ def shown_as(key: str, form: str, per: float = 1) -> Cell:
     return cell
 
 
-def significant(key: str, per: float = 1) -> Cell:
-    """A figure over `per` with three significant digits."""
-    return lambda row: number(None if row.get(key) is None else row[key] / per)
+def significant(key: str) -> Cell:
+    """A figure with three significant digits."""
+    return lambda row: number(row.get(key))
 
 
 def over(baselines: Mapping[str, str]) -> list[Column]:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _locks
+from turbojax._pytrees import nbytes as nbytes
 
 # Inputs are rotated over copies of this size in all: four times the L2 cache of an H100.
 ROTATION_BYTES = 200 * 2**20
@@ -74,10 +75,6 @@ class Rotation:
 
 def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
-
-
-def nbytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def rotated(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:

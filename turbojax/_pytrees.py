@@ -1,4 +1,4 @@
-"""Registers classes as pytrees of jax, which `jax.export` can serialize too.
+"""Registers classes as pytrees of jax, which `jax.export` can serialize too; sizes and paths.
 
 A serialized function names the class of every cache or weight that goes in or out, and holds its
 static fields as JSON: ``{"version": 1, "static": {"max_length": 20, ..}}``. Names and fields stay
@@ -9,6 +9,7 @@ part of it: they are the function's arguments and results.
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -51,6 +52,17 @@ def pytree(cls: type[T]) -> type[T]:
 def static_fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
     """Those that are no arrays."""
     return tuple(x for x in dataclasses.fields(cls) if x.metadata.get("static"))
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree; they may be abstract."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their paths, in the tree's order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
 def static(cls: type[T]) -> type[T]:

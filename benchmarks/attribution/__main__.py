@@ -59,7 +59,6 @@ class Recall:
         decoder: models.Decoder,
         tokenizer: models.Tokenizer,
         windows: dict[str, np.ndarray],
-        count: int = 4,
     ) -> None:
         self.decoder = decoder
         self.measure = RecallMeasure(
@@ -67,7 +66,7 @@ class Recall:
             tokenizer,
             lengths=LENGTHS,
             depths=(0.0, 0.25, 0.5, 0.75, 1.0),
-            count=count,
+            count=4,
             seed=0,
             max_length=decoder.config.max_length,
             batch_size=10,
@@ -87,12 +86,11 @@ class Caches:
         decoder: models.Decoder,
         windows: dict[str, np.ndarray],
         decoded: int = DECODED,
-        batch: int = 24,
     ) -> None:
         self.decoder = decoder
         self.runs = {
             name: evaluation.ExactRun(
-                decoder, tokens, prompt=tokens.shape[1] - 1 - decoded, batch_size=batch
+                decoder, tokens, prompt=tokens.shape[1] - 1 - decoded, batch_size=24
             )
             for name, tokens in windows.items()
         }

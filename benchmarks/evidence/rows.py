@@ -183,9 +183,9 @@ AXES = {"channel": 2, "token": 4}
 """Which axis of ``[L, n, T, K, H]`` shares a minimum and a scale, by what each group belongs to."""
 
 
-def group_size(size: int, largest: int = 64) -> int:
-    """The largest divisor of `size` up to `largest`."""
-    return max(g for g in range(1, min(size, largest) + 1) if size % g == 0)
+def group_size(size: int) -> int:
+    """The largest divisor of `size` up to 64."""
+    return max(g for g in range(1, min(size, 64) + 1) if size % g == 0)
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "axis", "group"))

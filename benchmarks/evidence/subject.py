@@ -247,7 +247,7 @@ def load(model: str, dtype: str | None, sizes: Sizes | None = None) -> Subject:
     """A model by name or path, with the held-out modules."""
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    loaded = text_model.load_text_model(model, text_model.parse_dtype(dtype))
+    loaded = text_model.find_text_model(model, text_model.parse_dtype(dtype)).load()
     if not isinstance(loaded.decoder, models.Decoder):
         raise ValueError(f"model={model!r} must have float weights: the tables also quantize them")
     if sizes is None:

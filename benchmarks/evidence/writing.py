@@ -76,14 +76,14 @@ def signed(value: float | None) -> str:
     return "-" if value is None else f"{value:+.4f}"
 
 
-def spread(row: Row, name: str = "cost") -> str:
+def spread(row: Row) -> str:
     """``+0.0035 [+0.0030, +0.0041]``, or NaN where the row has windows without a figure."""
-    if row[name] is None:
+    if row["cost"] is None:
         return f"NaN in {row['nan_windows']} windows"
-    if row[f"{name}_interval"] is None:
-        return f"{row[name]:+.4f}"
-    low, high = row[f"{name}_interval"]
-    return f"{row[name]:+.4f} [{low:+.4f}, {high:+.4f}]"
+    if row["cost_interval"] is None:
+        return f"{row['cost']:+.4f}"
+    low, high = row["cost_interval"]
+    return f"{row['cost']:+.4f} [{low:+.4f}, {high:+.4f}]"
 
 
 def smaller(row: Row) -> float:
@@ -97,11 +97,12 @@ def bits_per_number(row: Row) -> float:
     return 16 / smaller(row)
 
 
-def error_cell(row: Row | None, name: str = "relative_l1") -> str:
-    """The mean of the layers' errors, and the largest."""
-    if row is None or any(x is None for x in row[name]):
+def error_cell(row: Row | None) -> str:
+    """The mean of the layers' relative L1 errors, and the largest."""
+    errors = [None] if row is None else row["relative_l1"]
+    if any(x is None for x in errors):
         return "-"
-    return f"{np.mean(row[name]):.3f} ({max(row[name]):.3f})"
+    return f"{np.mean(errors):.3f} ({max(errors):.3f})"
 
 
 def text_cells(result: Result, row: Row) -> list[str]:
@@ -341,8 +342,6 @@ def against_bytes(
 def curves(
     axes: Any,
     points: Mapping[str, Sequence[tuple[float, Row]]],
-    *,
-    styles: Mapping[str, str] | None = None,
 ) -> None:
     """Costs against a number, a line per name; rows without a figure are left out."""
     for i, (name, pairs) in enumerate(points.items()):
@@ -351,9 +350,8 @@ def curves(
             continue
         x, rows = zip(*there, strict=True)
         ends = [[bars_of(row)[side][0] for row in rows] for side in (0, 1)]
-        style = (styles or {}).get(name, "o-")
         cost = [row["cost"] for row in rows]
-        axes.errorbar(x, cost, yerr=ends, fmt=style, color=f"C{i}", capsize=3, label=name)
+        axes.errorbar(x, cost, yerr=ends, fmt="o-", color=f"C{i}", capsize=3, label=name)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)

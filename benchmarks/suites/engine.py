@@ -18,6 +18,7 @@ from benchmarks.suites.paged.suite import KV_DTYPES as DTYPE_NAMES
 from benchmarks.suites.serving import cases
 from benchmarks.suites.serving.cases import STOPPED
 from benchmarks.suites.serving.engines import status_of
+from benchmarks.suites.serving.suite import seconds
 from benchmarks.tables import Result, Row
 from turbojax import models
 from turbojax.models.engine import Engine, Finished, Request
@@ -195,17 +196,12 @@ def _workload(row: Row) -> str:
     return f"{row['requests']} x {prompt}, {new} new"
 
 
-def _seconds(row: Row) -> str:
-    done = f" ({row['finished']} of {row['requests']})" if row["status"] == STOPPED else ""
-    return f"{row['seconds']:.1f}{done}"
-
-
 _NAMES = (("requests", _workload), ("pages", lambda row: DTYPE_NAMES[row["kv_dtype"]]))
 _COLUMNS = (
     ("new tokens per second", tables.shown_as("generated_per_second", "{:,.0f}")),
     *tables.over({"auto": "over bf16"}),
     ("with prompts", tables.shown_as("tokens_per_second", "{:,.0f}")),
-    ("seconds", _seconds),
+    ("seconds", seconds),
     ("pool holds, tokens", tables.shown_as("token_capacity", "{:,}")),
     ("over bf16", tables.shown_as("capacity_over_auto", "{:.2f}x")),
     ("most held", tables.shown_as("most_tokens", "{:,}")),

@@ -21,7 +21,7 @@ from benchmarks.suite import Suite, over_baselines
 from benchmarks.tables import Result
 from turbojax import paged
 from turbojax.attention.options import Options
-from turbojax.caches.latent import attend_latents
+from turbojax.caches.latent import attend_pages
 from turbojax.caches.latent.formats import LATENT_DTYPES
 
 OPERATION = "latent"
@@ -165,7 +165,7 @@ def _paged(s: Shape, kv_dtype: str, implementation: str, arrays: Arrays) -> Call
 def _check(s: Shape, out: jax.Array, given: Any, rows: np.ndarray) -> tuple[jax.Array, ...]:
     """Some sequences' outputs, what they should be in float32, and whether all is finite."""
     queries, pool, block_tables = given
-    want, _ = attend_latents(
+    want, _ = attend_pages(
         *(q[rows] for q in queries),
         pool,
         block_tables[rows],

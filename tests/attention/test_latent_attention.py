@@ -354,12 +354,12 @@ def test_the_kernel_is_lowered_for_what_the_op_gives_it(monkeypatch, kv_dtype):
 
 
 def test_caps_of_scores_are_refused():
-    from turbojax.caches.latent import attend_latents
+    from turbojax.caches.latent import attend_pages
 
     pool, tables = filled("bfloat16", LENGTHS)
     options = Options(is_causal=True, scale=1.0, logits_soft_cap=3.0)
     with pytest.raises(NotImplementedError, match="must be None"):
-        attend_latents(*queries(4, 1), pool, tables, jnp.asarray(LENGTHS), options=options)
+        attend_pages(*queries(4, 1), pool, tables, jnp.asarray(LENGTHS), options=options)
 
 
 def test_a_cache_is_a_pytree_of_its_arrays():

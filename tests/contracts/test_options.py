@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from turbojax.attention import pooled as pooled_attention
-from turbojax.attention import turbo as turbo_attention
 from turbojax.attention.options import Options, Visibility
 from turbojax.attention.pooled.static import PooledOptions
 from turbojax.caches import AttentionOptions
@@ -22,6 +21,7 @@ from turbojax.caches.progressive import api as progressive
 from turbojax.caches.progressive import init_cache
 from turbojax.caches.token_scaled import api as token_scaled
 from turbojax.caches.token_scaled import cache as kv4
+from turbojax.caches.whole import attend_within
 
 
 def complete(head_dim=64, **given):
@@ -164,7 +164,7 @@ ENTRIES = {
         QUERY, exact.init_cache(1, 64, 2, 64, dtype=jnp.float32), options=o
     ),
     "exact prompt": lambda o: exact_attention.attend(QUERY, QUERY, QUERY, options=o),
-    "pages": lambda o: paged_attention.attend_pages(
+    "pages": lambda o: paged_attention.attend(
         QUERY, init_paged_cache(1, 16, 2, 64, dtype=jnp.float32), TABLES, LENGTHS, options=o
     ),
 }
@@ -184,7 +184,7 @@ def test_arrays_are_checked_by_the_entries_too():
     with pytest.raises(TypeError, match="query.dtype=bfloat16"):
         progressive.decode(half, cache, options=options)
     with pytest.raises(TypeError, match="key.dtype=float32 must equal query.dtype=bfloat16"):
-        turbo_attention.attend(half, QUERY, QUERY, config=cache.config, options=options)
+        attend_within(half, QUERY, QUERY, None, cache.config)
     blocks = PooledOptions(True, scale=1.0, block_q=8, block_kv=8)
     with pytest.raises(ValueError, match="levels.shape"):
         pooled_attention.attend(QUERY, QUERY, QUERY, jnp.ones((1, 1, 2, 2), int), options=blocks)

@@ -12,9 +12,9 @@ from tests import oracles
 from tests.attention.paged_helpers import equal, normal
 from tests.gpu.gpu_helpers import on_hopper
 from turbojax.attention.options import Options
+from turbojax.caches import paged as paged_attention
 from turbojax.caches.exact import api
 from turbojax.caches.exact import cache as exact
-from turbojax.caches.paged import attend_pages
 from turbojax.caches.paged import pool as paged
 
 pytestmark = [pytest.mark.gpu, on_hopper]
@@ -82,7 +82,7 @@ def test_bits_are_those_of_pages():
     query = query.at[4, 1].set(query[4, 0])
     options = Options(True, (999, 0), scale=0.1)
     counts = jnp.minimum(lengths, 2)
-    want, _ = attend_pages(
+    want, _ = paged_attention.attend(
         query, pool, tables, lengths, counts, options=options, implementation="mosaic_gpu"
     )
     got = api.decode(query, cache, options=options, implementation="mosaic_gpu")[0]

@@ -53,7 +53,7 @@ LINES = {
 
 @pytest.fixture(scope="module")
 def model(tiny_folder):
-    return text_model.load_text_model(tiny_folder, jnp.dtype(jnp.float32))
+    return text_model.find_text_model(tiny_folder, jnp.dtype(jnp.float32)).load()
 
 
 def requests_of(tokenizer, lines):

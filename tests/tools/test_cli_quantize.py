@@ -60,7 +60,7 @@ def test_bits_are_those_of_the_models(tiny_folder, quantized):
     ]
     windows = quantizing.windows(stream, 65, 2)
     for name, folder in (("before", tiny_folder), ("after", out)):
-        decoder = text_model.load_text_model(folder, jnp.dtype(jnp.float32)).decoder
+        decoder = text_model.find_text_model(folder, jnp.dtype(jnp.float32)).load().decoder
         for cache in ("exact", "kv4", "k8v4"):
             bits = models.token_bits(decoder, windows, cache=cache, batch_size=1).mean()
             assert report["bits"][name][cache] == pytest.approx(float(bits), rel=1e-5)

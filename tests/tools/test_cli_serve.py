@@ -23,7 +23,7 @@ from turbojax.models.text.tokenizer import ByteTokenizer
 
 @pytest.fixture(scope="module")
 def model(tiny_folder) -> text_model.TextModel:
-    return text_model.load_text_model(tiny_folder, jnp.dtype(jnp.float32))
+    return text_model.find_text_model(tiny_folder, jnp.dtype(jnp.float32)).load()
 
 
 _run = functools.partial(run, "serve")

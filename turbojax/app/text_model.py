@@ -64,10 +64,13 @@ def find_text_model(
 ) -> FoundModel:
     """Reads all of a checkpoint but its weights.
 
-    The first three arguments as `load_text_model`. `adapters` is a folder of low-rank adapters for
-    the model, and `axes` those of a mesh to split the model over. `weights` is ``"float"``, which
-    stands for what a checkpoint has, or for a GGUF file also ``"int4"``, which takes its codes, see
-    `models.load`.
+    `path` is ``"embedded"``, ``"smollm2"``, a GGUF file, or a checkpoint's folder, quantized or
+    not. `dtype` is by default float32 on a CPU, where it is the fast one, and otherwise that of the
+    checkpoint, or float16 for bfloat16 on a GPU that lacks it (float32 of Gemma 2 and 3, which
+    overflow it). For `max_length` see `models.load`. `adapters` is a folder of low-rank adapters
+    for the model, and `axes` those of a mesh to split the model over. `weights` is ``"float"``,
+    which stands for what a checkpoint has, or for a GGUF file also ``"int4"``, which takes its
+    codes, see `models.load`.
     """
     int4 = _is_int4(weights)
     if int4:
@@ -130,19 +133,6 @@ def files_beside(path: str) -> tuple[dict[str, Any], dict[str, Path | bytes]]:
     read = gguf_tokenizer.companions if is_gguf(source) else find_companions
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: hf[name] for name in names if name in hf}, dict(read(source))
-
-
-def load_text_model(
-    path: str, dtype: np.dtype | None = None, max_length: int | None = None
-) -> TextModel:
-    """Loads a checkpoint with what reads its text, see `load_tokenizer`.
-
-    `path` is ``"embedded"``, ``"smollm2"``, a GGUF file, or a checkpoint's folder, quantized or
-    not. `dtype` is by default float32 on a CPU, where it is the fast one, and otherwise that of the
-    checkpoint, or float16 for bfloat16 on a GPU that lacks it (float32 of Gemma 2 and 3, which
-    overflow it); for `max_length` see `models.load`.
-    """
-    return find_text_model(path, dtype, max_length).load()
 
 
 def find_random_model(

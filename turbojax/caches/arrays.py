@@ -1,16 +1,9 @@
 """The base class of caches: the bytes they hold, beside those of bfloat16."""
 
-import math
 from typing import Any
 
-import jax
-
+from turbojax._pytrees import nbytes
 from turbojax.sharding.specs import Split
-
-
-def nbytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree; they may be abstract."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 class CacheArrays(Split):

@@ -1,5 +1,6 @@
 """Checks of tokens, prompts and queries against the cache they are for, whatever its kind."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -16,6 +17,20 @@ def check_kind(cache: Cache, *kinds: type) -> None:
     if not isinstance(cache, kinds):
         names = " or a ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"cache is a {type(cache).__name__}, must be a {names}")
+
+
+def check_arrays(cache: Cache, wanted: Cache, names: Iterable[str]) -> None:
+    """Raises ValueError unless these arrays of a cache have the shapes and dtypes of `wanted`."""
+    for name in names:
+        leaf, want = _describe(getattr(cache, name)), _describe(getattr(wanted, name))
+        if leaf != want:
+            raise ValueError(
+                f"cache.{name} is {leaf}, must be {want} for kv_dtype={cache.kv_dtype!r}"
+            )
+
+
+def _describe(x: jax.Array | None) -> str:
+    return "None" if x is None else f"{x.dtype}{list(x.shape)}"
 
 
 def check_tokens(cache: Cache, key: jax.Array, value: jax.Array) -> None:

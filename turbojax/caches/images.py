@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from turbojax import bounds
+from turbojax import _checks, bounds
 from turbojax.attention import optional_arrays as given
 from turbojax.attention import turbo as turbo_attention
 from turbojax.attention.options import PLAIN, AttentionOptions, Options, check_implementation
@@ -45,6 +45,7 @@ class ImageBlocks:
         What lies past `lengths` (optional int32 ``[B]``), and what a `mask` (optional bool ``[B,
         T]``) hides, is padding, which reaches no other token; its own rows mean nothing.
         """
+        _checks.check_query_key_value(query, key, value, one_head_dim=False)
         batch, tokens = query.shape[:2]
         seen, window = bounds.image_blocks(self.types), options.local_window_size
         if window is not None:
@@ -61,7 +62,7 @@ class ImageBlocks:
             key_value_segment_ids=segments[1],
         )
         arguments = {**options.arguments(), "local_window_size": None, "is_causal": False}
-        return turbo_attention.attend_output(
+        out, _ = turbo_attention.attend(
             query,
             key,
             value,
@@ -72,6 +73,7 @@ class ImageBlocks:
             extras=extras,
             implementation=implementation,
         )
+        return out
 
 
 def own_implementation(implementation: str | None, names: tuple[str, ...]) -> str | None:

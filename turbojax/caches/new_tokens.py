@@ -1,4 +1,4 @@
-"""Newest tokens that attend to a cache, and queries at other positions, by offsets.
+"""Newest tokens that attend to a cache, many in chunks; queries at other positions, by offsets.
 
 Queries are those of a cache's last tokens. With `query_offset` they are elsewhere: where a text's
 keys lie in several caches, each is attended to separately, with the position of its first token as
@@ -6,6 +6,7 @@ keys lie in several caches, each is attended to separately, with the position of
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -83,6 +84,54 @@ def _decode(
         return out, residual
 
     return sinks.after(run, query, real, extras, options)
+
+
+def in_chunks(
+    run: Callable[[jax.Array, jax.Array, jax.Array | None], Any],
+    query: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array | None,
+    size: int,
+) -> Any:
+    """Lets `size` newest tokens of every sequence attend at a time, one chunk after another.
+
+    `run` takes queries ``[B, t, N, H]``, how many tokens each sequence then holds, int32 ``[B]``,
+    and the real queries, int32 ``[B]`` or None for all; what it gives has tokens as its second
+    axis. `lengths` int32 ``[B]`` are tokens held, those of all queries included.
+    """
+    batch, tokens = query.shape[:2]
+    if tokens <= size:
+        return run(query, lengths, query_lengths)
+    if query_lengths is None:
+        query_lengths = jnp.full(batch, tokens, jnp.int32)
+    before = lengths - query_lengths
+
+    def chunk(item: tuple[jax.Array, jax.Array]) -> Any:
+        first, queries = item
+        held = before + jnp.minimum(query_lengths, first + size)
+        return run(queries, held, jnp.clip(query_lengths - first, 0, size))
+
+    chunks = jax.lax.map(chunk, (first_tokens(tokens, size), split_tokens(query, size)))
+    return jax.tree.map(lambda x: joined_tokens(x, tokens), chunks)
+
+
+def first_tokens(tokens: int, size: int) -> jax.Array:
+    """The first token of each chunk, int32 ``[n]``."""
+    return size * jnp.arange(-(-tokens // size), dtype=jnp.int32)
+
+
+def split_tokens(x: jax.Array, size: int) -> jax.Array:
+    """``[B, T, N, H]`` in chunks ``[n, B, size, N, H]``, the last one padded with zeros."""
+    batch, tokens = x.shape[:2]
+    count = -(-tokens // size)
+    x = jnp.pad(x, ((0, 0), (0, count * size - tokens), (0, 0), (0, 0)))
+    return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
+
+
+def joined_tokens(chunks: jax.Array, tokens: int) -> jax.Array:
+    """Chunks ``[n, B, size, ...]`` one after the other, without the padding: ``[B, T, ...]``."""
+    x = jnp.moveaxis(chunks, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :tokens]
 
 
 def check_whole(cache: Any, extras: Extras) -> None:

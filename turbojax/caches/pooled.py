@@ -157,6 +157,7 @@ class PooledAttention:
         Raises:
           NotImplementedError: if the layer has a window or a cap of its scores.
         """
+        _checks.check_query_key_value(query, key, value)
         require_plain(options, "pooled attention", but_scale=True)
         static = PooledOptions(
             True,

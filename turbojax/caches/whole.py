@@ -5,6 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from turbojax import _checks
 from turbojax._registry import IMPLEMENTATION_NAMES
 from turbojax.attention import cudnn
 from turbojax.attention import turbo as turbo_attention
@@ -123,6 +124,6 @@ def attend_within(
     }
     if attention == "exact":
         return exact_attention.attend(query, key, value, lengths, **static)
-    return turbo_attention.attend_output(
-        query, key, value, lengths, lengths, config=attention, **static
-    )
+    _checks.check_query_key_value(query, key, value, one_head_dim=False)
+    out, _ = turbo_attention.attend(query, key, value, lengths, lengths, config=attention, **static)
+    return out

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from optax import contrib
 
+from turbojax._pytrees import leaves_by_path
+
 # Sizes of Muon's updates beside Adam's, so that one rate fits both: Liu et al., "Muon is scalable
 # for LLM training" (2025), equation 4.
 _RMS = 0.2
@@ -87,7 +89,7 @@ def _muon_by_path(schedule: optax.Schedule, **more: float) -> optax.GradientTran
     inner = _clipped(_muon, schedule, **more)
 
     def init(params: Any) -> Any:
-        named = _by_path(params)
+        named = leaves_by_path(params)
         if not any(_is_kernel(name) for name in named):
             raise ValueError(
                 "optimizer 'muon' must be another one: there are no kernels of layers or adapters"
@@ -95,8 +97,8 @@ def _muon_by_path(schedule: optax.Schedule, **more: float) -> optax.GradientTran
         return inner.init(named)
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, state = inner.update(_by_path(grads), state, _by_path(params))
-        names = _by_path(grads)
+        updates, state = inner.update(leaves_by_path(grads), state, leaves_by_path(params))
+        names = leaves_by_path(grads)
         return jax.tree.unflatten(jax.tree.structure(grads), [updates[x] for x in names]), state
 
     return optax.GradientTransformation(init, update)
@@ -124,12 +126,6 @@ def _is_matrix(params: Any) -> Any:
         return not any(other in name for other in ("scale", "bias", "sinks", "correction"))
 
     return jax.tree.map_with_path(of, params)
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    """Path -> array, in the order of the tree: optax puts marks where `nnx.State` has arrays."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
 def _is_kernel(name: str) -> bool:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from turbojax._pytrees import leaves_by_path
 from turbojax.finetune.settings import Settings
 from turbojax.models import TransformerConfig
 from turbojax.models.config import STACKS
@@ -210,9 +211,8 @@ class Split:
 
     def slices(self, tree: Any) -> "Slices":
         """Puts the slices of these whole arrays together again."""
-        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-        named = {jax.tree_util.keystr(path): x.shape for path, x in leaves}
-        places = tuple((path, self.place(path, shape)) for path, shape in named.items())
+        named = leaves_by_path(tree)
+        places = tuple((path, self.place(path, x.shape)) for path, x in named.items())
         return Slices(places, self.dtype)
 
 

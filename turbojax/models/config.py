@@ -17,6 +17,7 @@ from turbojax.models import families
 from turbojax.models.families import Activation as Activation
 from turbojax.models.families import ExpertsConfig as ExpertsConfig
 from turbojax.models.families import LatentConfig as LatentConfig
+from turbojax.models.families.layers import told_fields
 from turbojax.rotary import LongRopeScaling, Rope, RopeScaling
 
 # Keys that `to_hf` leaves open.
@@ -362,11 +363,7 @@ class TransformerConfig:
 
     def told(self) -> dict[str, Any]:
         """The fields by name, without those of `_ADDED` that have their default."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in _ADDED or getattr(self, field.name) != field.default
-        }
+        return told_fields(self, _ADDED)
 
     def described(self) -> dict[str, Any]:
         """`told`, with fields that are objects as dictionaries too."""

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from turbojax._pytrees import pytree
+from turbojax._pytrees import nbytes, pytree
 from turbojax.caches import Attend, AttentionOptions
 from turbojax.caches.base import Cache
 from turbojax.caches.layered import attend_of
@@ -72,7 +72,7 @@ class Decoder:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+        return nbytes(self)
 
     def hidden(
         self,

@@ -135,9 +135,7 @@ def quantize_from(
     smoothing: Smoothing,
     *,
     scale_dtype: ScaleDtype = "e4m3",
-    quantize_embedding: bool = False,
     quantize_head: bool = False,
-    progress: Progress | None = None,
 ) -> QuantizedDecoder:
     """`quantize_model` after calibration: `statistics` are those of each layer, or None."""
 
@@ -145,7 +143,13 @@ def quantize_from(
         return statistics[number]
 
     return _quantize(
-        decoder, watch, smoothing, scale_dtype, quantize_embedding, quantize_head, progress
+        decoder,
+        watch,
+        smoothing,
+        scale_dtype,
+        quantize_embedding=False,
+        quantize_head=quantize_head,
+        progress=None,
     )
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax._pytrees import pytree
+from turbojax._pytrees import nbytes, pytree
 from turbojax.caches import Attend
 from turbojax.caches.base import Cache
 from turbojax.matmul.int4 import matmul
@@ -72,7 +72,7 @@ class QuantizedDecoder:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights, their padding included."""
-        return _nbytes(self)
+        return nbytes(self)
 
     @property
     def bits_per_weight(self) -> float:
@@ -80,9 +80,7 @@ class QuantizedDecoder:
         leaves = jax.tree.leaves(self, is_leaf=lambda x: isinstance(x, Int4Weight))
         weights = [leaf for leaf in leaves if isinstance(leaf, Int4Weight)]
         return (
-            8
-            * _nbytes(weights)
-            / sum(math.prod((*w.stack, w.out_size, w.in_size)) for w in weights)
+            8 * nbytes(weights) / sum(math.prod((*w.stack, w.out_size, w.in_size)) for w in weights)
         )
 
     def with_activations(self, activations: TokenKind) -> "QuantizedDecoder":
@@ -222,7 +220,3 @@ def norm_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     if config.post_norms:
         shapes |= dict.fromkeys(("attention_post_norm", "mlp_post_norm"), (config.hidden_size,))
     return shapes
-
-
-def _nbytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

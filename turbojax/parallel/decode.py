@@ -18,12 +18,12 @@ from turbojax.attention.optional_arrays import of_cache, of_layer
 from turbojax.attention.options import PLAIN, Options
 from turbojax.attention.sinks import with_sinks
 from turbojax.caches import latent as latent_op
+from turbojax.caches import paged as paged_op
 from turbojax.caches.base import Attend
 from turbojax.caches.exact import REPEATABLE
 from turbojax.caches.kinds import kind_of
 from turbojax.caches.latent.cache import LatentCache
 from turbojax.caches.latent.kind import split_query
-from turbojax.caches.paged import attend_pages
 from turbojax.caches.paged.layer import PagedLayer
 from turbojax.caches.paged.pool import PagedCache
 from turbojax.caches.progressive.cache import ProgressiveCache
@@ -148,20 +148,15 @@ def attend_cache(
     sinks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode` for callers that have `Options`, causal ones; also gives the log-sum-exp."""
-    _require_order(cache, axis, query.shape[1], options)
+    """`decode` of `Options`, causal ones; also gives the log-sum-exp."""
+    if isinstance(cache, ProgressiveCache):  # whose places must tell what so many queries see
+        refusal = cache.why_not_in_order(query.shape[1], options.window)
+        if refusal is not None:
+            raise NotImplementedError(f"a cache split over {axis=}: {refusal}")
     run = run_of_cache(cache, axis)
     local = of_run(cache, run)
-    attend = _attention_to(local, options, implementation)
+    attend = _attention_to(local, _of_part(options), implementation)
     return _merge(query, cache.lengths, query_lengths, run, axis, attend, options, sinks)
-
-
-def _require_order(cache: Any, axis: AxisName, tokens: int, options: Options) -> None:
-    """Raises NotImplementedError if the places of tokens do not tell what so many queries see."""
-    if not isinstance(cache, ProgressiveCache):
-        return
-    if refusal := cache.why_not_in_order(tokens, options.window):
-        raise NotImplementedError(f"a cache split over {axis=}: {refusal}")
 
 
 def paged_attention(  # noqa: D417
@@ -209,7 +204,7 @@ def paged_attention(  # noqa: D417
     )
     run = Run.of(block_tables.shape[1] * cache.page_size, axis)
     lengths = _checks.as_int32("lengths", lengths)
-    attend = _to_pages(cache, block_tables, run.held(lengths), options, implementation)
+    attend = _to_pages(cache, block_tables, run.held(lengths), _of_part(options), implementation)
     out, residual = _merge(query, lengths, query_seq_lengths, run, axis, attend, options, sinks)
     return (out, residual) if return_residual else out
 
@@ -226,11 +221,9 @@ def attend_new_tokens(axis: AxisName, implementation: str | None = None) -> Atte
         implementation = None
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
-        options = options.complete(query.shape[3])
-        _require_order(cache, axis, query.shape[1], options)
         cache = append(cache, key, value, axis, implementation=implementation)
-        sinks = of_layer(query, sinks).sinks
-        how: Any = {"options": options, "sinks": sinks, "implementation": implementation}
+        static = options.complete(query.shape[3])
+        how: Any = {"options": static, "sinks": sinks, "implementation": implementation}
         out, _ = attend_cache(query, cache, axis, **how)
         return out, cache
 
@@ -333,12 +326,7 @@ def _attention_to(cache: Any, options: Options, implementation: Any) -> _Attenti
     if isinstance(cache, PagedLayer):
         return _to_pages(cache.pages, cache.block_tables, cache.lengths, options, implementation)
     kind = kind_of(cache)
-    if kind.has_latents and options.logits_soft_cap is not None:
-        raise NotImplementedError(f"{options.logits_soft_cap=} must be None with latents")
-    static: Any = {
-        "options": dataclasses.replace(options, out_dtype="float32"),
-        "implementation": implementation,
-    }
+    static: Any = {"options": options, "implementation": implementation}
 
     def run(
         query: jax.Array, real: jax.Array | None, is_needed: jax.Array | None, **offsets: Any
@@ -351,6 +339,11 @@ def _attention_to(cache: Any, options: Options, implementation: Any) -> _Attenti
         return part
 
     return _Attention(run, cache.num_kv_heads, cache.lengths)
+
+
+def _of_part(options: Options) -> Options:
+    """The options of a device's part, which stays in float32 until it is merged."""
+    return dataclasses.replace(options, out_dtype="float32")
 
 
 def _needed(cache: Any, is_needed: jax.Array) -> Any:
@@ -368,17 +361,14 @@ def _to_pages(
     options: Options,
     implementation: Any,
 ) -> _Attention:
-    static: Any = {
-        "options": dataclasses.replace(options, out_dtype="float32"),
-        "implementation": implementation,
-    }
+    static: Any = {"options": options, "implementation": implementation}
 
     def run(
         query: jax.Array, real: jax.Array | None, is_needed: jax.Array | None, **offsets: Any
     ) -> Part:
         held = lengths if is_needed is None else jnp.where(is_needed, lengths, 0)
         extras = of_cache(query, **offsets)
-        return attend_pages(query, cache, block_tables, held, real, extras=extras, **static)
+        return paged_op.attend(query, cache, block_tables, held, real, extras=extras, **static)
 
     return _Attention(run, cache.num_kv_heads, lengths)
 
@@ -396,16 +386,6 @@ def _to_latents(
         raise ValueError(
             f"{query.shape=} must be [B, T, N, {channels}]: the parts of latent and rotary key"
         )
-    op: Any = latent_op.latent_attention
-    part: Part = op(
-        *split_query(query, cache.latent_dim),
-        cache,
-        query_seq_lengths=real,
-        scale=options.scale,
-        local_window_size=options.window,
-        output_dtype=jnp.float32,
-        return_residual=True,
-        implementation=implementation,
-        **offsets,
-    )
-    return part
+    latent, rope = split_query(query, cache.latent_dim)
+    static: Any = {"options": options, "implementation": implementation}
+    return latent_op.attend(latent, rope, cache, real, extras=of_cache(query, **offsets), **static)

@@ -23,15 +23,15 @@ def check_finite(name: str, *arrays: jax.Array) -> None:
             raise ValueError(f"{name} must be finite, and has values that are NaN or infinite")
 
 
-def check_maxima(name: str, x: jax.Array, rank: int = 2) -> jax.Array:
+def check_maxima(name: str, x: jax.Array) -> jax.Array:
     """The widened `x` if it can be maxima of absolute values.
 
     Raises TypeError if `x` is not floating point, ValueError for another rank, an empty axis, or
     (outside `jit`) a value that is negative, NaN or infinite.
     """
     x = widened(name, x)
-    if x.ndim != rank or 0 in x.shape:
-        raise ValueError(f"{name}.shape={x.shape} must have {rank} axes, none empty")
+    if x.ndim != 2 or 0 in x.shape:
+        raise ValueError(f"{name}.shape={x.shape} must have 2 axes, none empty")
     check_finite(name, x)
     if _checks.is_concrete(x) and bool(np.any(np.asarray(x) < 0)):
         raise ValueError(f"{name} must not be negative: its smallest value is {np.min(x)}")

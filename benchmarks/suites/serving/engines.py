@@ -26,7 +26,7 @@ from turbojax import _garbage, models, paged
 from turbojax.attention.optional_arrays import of_layer
 from turbojax.attention.options import PLAIN
 from turbojax.caches import causal_attention
-from turbojax.caches.paged import attend_pages
+from turbojax.caches import paged as paged_attention
 from turbojax.models.engine import Engine, Finished, NGram, Request, Result
 from turbojax.models.generation.steps import decode_step
 from turbojax.models.text.tokenizer import NumberTokenizer
@@ -379,7 +379,7 @@ def decode(
         cache = paged.append(cache, key, value, tables, lengths)
         static, extras = options.complete(query.shape[3]), of_layer(query, sinks)
         held = lengths + 1
-        out, _ = attend_pages(query, cache, tables, held, options=static, extras=extras)
+        out, _ = paged_attention.attend(query, cache, tables, held, options=static, extras=extras)
         return out, cache
 
     hidden, pools = model.hidden(tokens[:, None], lengths[:, None], attend, pools)

@@ -159,7 +159,7 @@ def _gibibytes(count: int | None) -> str:
     return "-" if count is None else f"{count / 2**30:.1f}"
 
 
-def _seconds(row: Row) -> str:
+def seconds(row: Row) -> str:
     done = f" ({row['finished']} of {row['requests']})" if row["status"] == STOPPED else ""
     return f"{row['seconds']:.1f}{done}"
 
@@ -185,7 +185,7 @@ _COLUMNS = (
     ("ms between them", tables.shown_as("idle_ms", "{:.3f}")),
     ("host ms per step", lambda row: tables.number(row.get("host_ms"), 2)),
     ("GiB of pages, of all", _pages),
-    ("seconds", _seconds),
+    ("seconds", seconds),
 )
 
 

@@ -140,9 +140,17 @@ def pooled_attention(
         key_offset=key_offset,
         sinks=sinks,
     )
-    arrays = _check_rest(query, key, levels, query_seq_lengths, key_value_seq_lengths, options)
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    out, residual = _attend(query, key, value, *arrays, extras, **static)
+    out, residual = attend(
+        query,
+        key,
+        value,
+        levels,
+        query_seq_lengths,
+        key_value_seq_lengths,
+        options=options,
+        extras=extras,
+        implementation=implementation,
+    )
     return (out, residual) if return_residual else out
 
 
@@ -158,42 +166,10 @@ def attend(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`pooled_attention` for callers that have `PooledOptions`; gives the log-sum-exp too."""
-    _checks.check_query_key_value(query, key, value)
-    arrays = _check_rest(query, key, levels, query_lengths, key_lengths, options)
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    return _attend(query, key, value, *arrays, extras, **static)
-
-
-def _check_rest(
-    query: jax.Array,
-    key: jax.Array,
-    levels: jax.Array,
-    query_lengths: jax.Array | None,
-    key_lengths: jax.Array | None,
-    options: PooledOptions,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Checked levels and lengths of operands that have been checked."""
-    return (
-        check_levels(levels, query, key, options),
-        _length("query_seq_lengths", query_lengths, query),
-        _length("key_value_seq_lengths", key_lengths, key),
-    )
-
-
-def _attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    levels: jax.Array,
-    query_length: jax.Array | None,
-    key_length: jax.Array | None,
-    extras: Extras,
-    *,
-    options: PooledOptions,
-    implementation: str | None,
-) -> tuple[jax.Array, jax.Array]:
-    """`pooled_attention` of checked arguments."""
+    """`pooled_attention` of checked queries, keys and values; gives the log-sum-exp too."""
+    levels = check_levels(levels, query, key, options)
+    query_length = _length("query_seq_lengths", query_lengths, query)
+    key_length = _length("key_value_seq_lengths", key_lengths, key)
     sizes = {"block_q": options.block_q, "block_kv": options.block_kv}
     attended = per_device_explicit(tables.POOLED_LEVELS, segments.attended, **sizes)
     levels = attended(levels, query_length, key_length, extras)

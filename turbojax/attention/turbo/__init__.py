@@ -1,5 +1,4 @@
 """Attention with quantized products (TurboAttention), forward and backward."""
 
 from turbojax.attention.turbo.api import attend as attend
-from turbojax.attention.turbo.api import attend_output as attend_output
 from turbojax.attention.turbo.api import turbo_attention as turbo_attention

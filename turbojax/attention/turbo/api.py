@@ -148,44 +148,21 @@ def turbo_attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    lengths = query_seq_lengths, key_value_seq_lengths
-    static: dict[str, Any] = {"config": config, "options": options}
-    run: Any = attend if return_residual else attend_output
-    out: jax.Array | tuple[jax.Array, jax.Array] = run(
-        query, key, value, *lengths, **static, extras=extras, implementation=implementation
-    )
-    return out
-
-
-def attend_output(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    query_lengths: jax.Array | None = None,
-    key_lengths: jax.Array | None = None,
-    *,
-    config: TurboConfig,
-    options: Options,
-    extras: Extras = NOTHING,
-    implementation: str | None = None,
-) -> jax.Array:
-    """`turbo_attention` for callers that have `Options` and do not need the log-sum-exp."""
-    _checks.check_query_key_value(query, key, value, one_head_dim=False)
-    run = functools.partial(
-        attend,
-        query_lengths=query_lengths,
-        key_lengths=key_lengths,
+    out, residual = attend(
+        query,
+        key,
+        value,
+        query_seq_lengths,
+        key_value_seq_lengths,
         config=config,
         options=options,
         extras=extras,
         implementation=implementation,
+        residual=return_residual,
     )
-    is_ragged = query_lengths is not None or key_lengths is not None
-    is_plain = not extras.given and options.out_dtype is None and key.shape == value.shape
-    may_be_exact = implementation is None and not is_ragged and is_plain
-    if may_be_exact and unrounded.is_faster(query, key, config, options):
-        return unrounded.attend(lambda *x: run(*x)[0], query, key, value, options)
-    return run(query, key, value)[0]
+    if residual is None:
+        return out
+    return out, residual
 
 
 def attend(
@@ -199,9 +176,43 @@ def attend(
     options: Options,
     extras: Extras = NOTHING,
     implementation: str | None = None,
+    residual: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`turbo_attention` of checked queries, keys and values; the log-sum-exp where it is wanted.
+
+    Where it is wanted, the call is always rounded, also if exact attention were faster.
+    """
+    run = functools.partial(
+        _attend_rounded,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        config=config,
+        options=options,
+        extras=extras,
+        implementation=implementation,
+    )
+    is_ragged = query_lengths is not None or key_lengths is not None
+    is_plain = not extras.given and options.out_dtype is None and key.shape == value.shape
+    may_be_exact = implementation is None and not residual and not is_ragged and is_plain
+    if may_be_exact and unrounded.is_faster(query, key, config, options):
+        return unrounded.attend(lambda *x: run(*x)[0], query, key, value, options), None
+    out, total = run(query, key, value)
+    return out, total if residual else None
+
+
+def _attend_rounded(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    query_lengths: jax.Array | None,
+    key_lengths: jax.Array | None,
+    config: TurboConfig,
+    options: Options,
+    extras: Extras,
+    implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend_output` with the log-sum-exp; it always rounds, also where that is slower."""
-    _checks.check_query_key_value(query, key, value, one_head_dim=False)
+    """`attend` with a gradient straight through the rounding."""
     is_ragged = query_lengths is not None or key_lengths is not None
     batch, size = key.shape[:2]
     keys = _checks.check_lengths("key_value_seq_lengths", key_lengths, batch, size)
@@ -224,7 +235,7 @@ def _rounded(
     implementation: str | None,
     **static: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend` by the implementation for these arrays."""
+    """`_attend_rounded` by the implementation for these arrays."""
     static["extras"] = extras
     chosen = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
     out, residual = chosen.run(query, key, value, query_lengths, key_lengths, **static)

@@ -21,13 +21,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from turbojax import _checks
 from turbojax.attention.options import check_implementation
 from turbojax.caches import checks, ring
-from turbojax.caches.comparison import low_rank
 from turbojax.caches.comparison.codes import dequantize as numbers
-from turbojax.caches.comparison.codes import quantize, stored_dtype
+from turbojax.caches.comparison.codes import quantize, rounded, stored_dtype
 from turbojax.caches.comparison.kivi_cache import Kivi as Kivi
 from turbojax.caches.comparison.kivi_cache import KiviCache as KiviCache
 from turbojax.caches.comparison.kivi_cache import init_cache as init_cache
@@ -208,7 +208,7 @@ def _with_factors(
     error = jnp.where(is_due[:, :, None, None] & jnp.isfinite(error), error, 0)
     pairs = 1 if of_prompt else error.shape[1] // size
     parts = error.reshape(error.shape[0], pairs, -1, *error.shape[2:]).swapaxes(2, 3)
-    left, right = low_rank.factors(parts, cache.config.rank, stored_dtype(cache.dtype))
+    left, right = _low_rank(parts, cache.config.rank, stored_dtype(cache.dtype))
     old_left, old_right = (getattr(cache, f"{side}_{x}") for x in ("left", "right"))
     rows = _rows(done, due, error.shape[1], 1, old_left)
     pair, past = jnp.arange(pairs)[None], old_right.shape[1]
@@ -252,7 +252,7 @@ def _side(cache: KiviCache, side: str, compressed: jax.Array) -> jax.Array:
         slots = _slot(block, cache.prompt_blocks[:, None])
         of_block = jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))(right, slots)
         parts = left.reshape(left.shape[0], block.shape[1], -1, *left.shape[2:])
-        added = low_rank.product(parts.swapaxes(2, 3), of_block).swapaxes(2, 3)
+        added = _product(parts.swapaxes(2, 3), of_block).swapaxes(2, 3)
         out = out + added.reshape(out.shape)
     length, size = cache.max_length, residual.shape[1]
     out = jnp.pad(out[:, :length], ((0, 0), (0, max(length - out.shape[1], 0)), (0, 0), (0, 0)))
@@ -284,3 +284,33 @@ def _grouped(x: jax.Array, side: str, config: Kivi) -> tuple[jax.Array, int]:
     if side == "key":
         return x.reshape(batch, -1, config.group_size, heads, channels), 2
     return x.reshape(batch, tokens, heads, -1, config.channels_per_group(channels)), 4
+
+
+def _low_rank(x: jax.Array, rank: int, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+    """The best approximation of a rank, by the singular vectors of its channels.
+
+    These are the last eigenvectors of ``x^T x``: a small matrix, however many tokens there are, and
+    no random start, so that the same tokens give the same bits.
+
+    Args:
+      x: float32 ``[..., n, H]``, finite.
+      rank: `r`, at most `H`.
+      dtype: in which both factors are stored.
+
+    Returns:
+      left: ``[..., n, r]`` in `dtype`.
+      right: ``[..., r, H]``, rows of length 1; ``x`` is about ``left @ right``, and no other
+        product of such factors is nearer to it, but for the rounding of both.
+    """
+    exact = jax.lax.Precision.HIGHEST
+    gram = jnp.einsum("...nc,...nd->...cd", x, x, precision=exact)
+    _, vectors = jnp.linalg.eigh(gram)
+    right = rounded(jnp.swapaxes(vectors[..., -rank:], -1, -2), dtype)
+    left = jnp.einsum("...nc,...rc->...nr", x, right, precision=exact)
+    return rounded(left, dtype).astype(dtype), right.astype(dtype)
+
+
+def _product(left: jax.Array, right: jax.Array) -> jax.Array:
+    """float32 ``[..., n, H]`` of what `_low_rank` gave."""
+    wide = [x.astype(jnp.float32) for x in (left, right)]
+    return jnp.einsum("...nr,...rc->...nc", *wide, precision=jax.lax.Precision.HIGHEST)

@@ -63,7 +63,7 @@ def attention(
       ValueError: if a shape, an option or the name does not fit.
       NotImplementedError: if cuDNN is asked for and cannot run this here.
     """
-    _checks.check_query_key_value(query, key, value)
+    _checks.check_query(query)
     options = Options.complete(
         query.shape[3],
         scale=scale,
@@ -73,7 +73,7 @@ def attention(
     )
     extras = given.of_layer(query, sinks)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
-    return _attend(query, key, value, extras=extras, **static)
+    return attend(query, key, value, extras=extras, **static)
 
 
 def attend(
@@ -86,7 +86,7 @@ def attend(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> jax.Array:
-    """`attention` for callers that have `Options`, causal ones.
+    """`attention` of `Options`, causal ones.
 
     What lies past `lengths` (optional int32 ``[B]``) reaches no other token; its own rows of the
     result mean nothing.
@@ -97,26 +97,12 @@ def attend(
         lengths = _checks.check_lengths("key_value_seq_lengths", lengths, *key.shape[:2])
         key, value = (rows.without_padding(x, lengths) for x in (key, value))
     static: dict[str, Any] = {"options": options, "implementation": implementation}
-    return _attend(query, key, value, extras=extras, **static)
-
-
-def _attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    options: Options,
-    extras: Extras,
-    implementation: str | None,
-) -> jax.Array:
-    """`attention` of checked arguments."""
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    run = per_device_explicit(tables.EXACT, _attend_here, **static)
+    run = per_device_explicit(tables.EXACT, _attend, **static)
     out: jax.Array = run(query, key, value, extras)
     return out
 
 
-def _attend_here(
+def _attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,

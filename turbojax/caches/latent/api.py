@@ -138,20 +138,42 @@ def latent_attention(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated: `expanded_latent_attention` has a gradient.
     """
+    out, residual = attend(
+        query_latent,
+        query_rope,
+        cache,
+        query_seq_lengths,
+        options=_options(scale, local_window_size, output_dtype),
+        extras=of_cache(
+            query_latent, sinks=sinks, query_offset=query_offset, key_offset=key_offset
+        ),
+        implementation=implementation,
+    )
+    return (out, residual) if return_residual else out
+
+
+def attend(
+    query_latent: jax.Array,
+    query_rope: jax.Array,
+    cache: LatentCache,
+    query_lengths: jax.Array | None = None,
+    *,
+    options: Options,
+    extras: Extras = NOTHING,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`latent_attention` of `Options`: causal, without a cap; gives the log-sum-exp too."""
     checks.check_kind(cache, LatentCache)
     if query_latent.ndim == 4 and query_latent.shape[0] != cache.batch_size:
         raise ValueError(
             f"{query_latent.shape=} must have {cache.batch_size} sequences, as the cache has"
         )
-    options = _options(scale, local_window_size, output_dtype)
-    given = {"sinks": sinks, "query_offset": query_offset, "key_offset": key_offset}
-    run = per_device(tables.LATENT, _attend_cache, options=options, implementation=implementation)
-    extras = _extras(query_latent, given)
-    out, residual = run(query_latent, query_rope, cache, query_seq_lengths, extras)
-    return (out, residual) if return_residual else out
+    run = per_device(tables.LATENT, _attend, options=options, implementation=implementation)
+    out, residual = run(query_latent, query_rope, cache, query_lengths, extras)
+    return out, residual
 
 
-def _attend_cache(
+def _attend(
     query_latent: jax.Array,
     query_rope: jax.Array,
     cache: LatentCache,
@@ -161,11 +183,11 @@ def _attend_cache(
     options: Options,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`latent_attention` to a cache, or a device's part of it, seen as pages."""
+    """`attend` to a cache, or a device's part of it, seen as pages."""
     pages, block_tables = as_pages(cache)
     arrays = (query_latent, query_rope, pages, block_tables, cache.lengths, query_lengths)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
-    return attend_latents(*arrays, extras=extras, **static)
+    return attend_pages(*arrays, extras=extras, **static)
 
 
 def paged_latent_attention(
@@ -218,23 +240,23 @@ def paged_latent_attention(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
-    options = _options(scale, local_window_size, output_dtype)
-    given = {"sinks": sinks, "query_offset": query_offset, "key_offset": key_offset}
-    out, residual = attend_latents(
+    out, residual = attend_pages(
         query_latent,
         query_rope,
         cache,
         block_tables,
         lengths,
         query_seq_lengths,
-        options=options,
-        extras=_extras(query_latent, given),
+        options=_options(scale, local_window_size, output_dtype),
+        extras=of_cache(
+            query_latent, sinks=sinks, query_offset=query_offset, key_offset=key_offset
+        ),
         implementation=implementation,
     )
     return (out, residual) if return_residual else out
 
 
-def attend_latents(
+def attend_pages(
     query_latent: jax.Array,
     query_rope: jax.Array,
     cache: LatentPages,
@@ -246,7 +268,7 @@ def attend_latents(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_latent_attention` for callers that have `Options`: causal, without a cap."""
+    """`paged_latent_attention` of `Options`: causal, without a cap; gives the log-sum-exp too."""
     require_causal(options)
     if options.logits_soft_cap is not None:
         raise NotImplementedError(f"{options.logits_soft_cap=} must be None in latent_attention")
@@ -279,11 +301,11 @@ def _attend_pages(
     options: Options,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend_latents` by the implementation for these arrays."""
+    """`attend_pages` by the implementation for these arrays."""
     queries = query_latent, query_rope
     static: dict[str, Any] = {"options": options, "extras": extras}
     chosen = select(implementation, *queries, cache, block_tables, **static)
-    run = functools.partial(_attend, attend=chosen.run, interpret=interpreting())
+    run = functools.partial(_run, attend=chosen.run, interpret=interpreting())
     call = refuse_gradients(run, "latent_attention", options=options)
     arrays = (query_latent, query_rope, cache, block_tables, lengths, query_lengths, extras)
     out, residual = call(*together(*arrays))
@@ -321,13 +343,6 @@ def _options(
     return Options(is_causal=True, scale=scale, window=window, out_dtype=output_dtype)
 
 
-def _extras(query_latent: jax.Array, given: dict[str, Any]) -> Extras:
-    """`of_cache`, unless nothing is given: then the queries may still be unchecked."""
-    return (
-        of_cache(query_latent, **given) if any(x is not None for x in given.values()) else NOTHING
-    )
-
-
 def _first_seen(
     lengths: jax.Array, query_lengths: jax.Array, tokens: int, options: Options, extras: Extras
 ) -> jax.Array | None:
@@ -353,7 +368,7 @@ def _check_queries(cache: LatentPages, query_latent: jax.Array, query_rope: jax.
 
 
 @functools.partial(jax.jit, static_argnames=("attend", "interpret", "options"))
-def _attend(
+def _run(
     query_latent: jax.Array,
     query_rope: jax.Array,
     cache: LatentPages,

@@ -9,9 +9,8 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
-from turbojax._pytrees import pytree
+from turbojax._pytrees import nbytes, pytree
 from turbojax.caches import checks
-from turbojax.caches.arrays import nbytes
 from turbojax.caches.latent import formats
 from turbojax.caches.latent.pages import LatentPages
 from turbojax.sharding import tables
@@ -111,7 +110,7 @@ class LatentCache(formats.Holder, Split):
             )
         )
         names = ("latent", "scale", "rope", "lengths", "overflowed")
-        formats.check_shapes(self, wanted, names)
+        checks.check_arrays(self, wanted, names)
         if _checks.is_concrete(self.lengths):
             held = np.asarray(self.lengths)
             if np.any((held < 0) | (held > self.max_length)):

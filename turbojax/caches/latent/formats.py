@@ -199,17 +199,3 @@ def check_range(latent: jax.Array, scale: jax.Array | None, lengths: jax.Array) 
         return
     real = np.arange(latent.shape[1])[None] < np.asarray(lengths)[:, None]
     check_norms("latent", latent, jnp.asarray(np.where(real, np.asarray(scale), 0)))
-
-
-def check_shapes(holder: Holder, wanted: Holder, names: tuple[str, ...]) -> None:
-    """Raises ValueError unless these arrays of `holder` are like those of `wanted`."""
-    for name in names:
-        leaf, want = _describe(getattr(holder, name)), _describe(getattr(wanted, name))
-        if leaf != want:
-            raise ValueError(
-                f"cache.{name} is {leaf}, must be {want} for kv_dtype={holder.kv_dtype!r}"
-            )
-
-
-def _describe(x: jax.Array | None) -> str:
-    return "None" if x is None else f"{x.dtype}{list(x.shape)}"

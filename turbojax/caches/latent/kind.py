@@ -21,6 +21,7 @@ from turbojax import _checks
 from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import AttentionOptions, Options, check_implementation
 from turbojax.caches import latent as latent_attention
+from turbojax.caches import new_tokens
 from turbojax.caches.base import (
     Attend,
     Attended,
@@ -241,34 +242,19 @@ def attend_cache(
     `query_lengths`.
     """
     _checks.check_query(query)
-    batch, tokens, heads, channels = query.shape
+    batch, _, heads, _ = query.shape
     pages, tables = state.as_pages(cache)
 
     def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> jax.Array:
         parts = split_query(queries, cache.latent_dim)
-        out, _ = latent_attention.attend_latents(
+        out, _ = latent_attention.attend_pages(
             *parts, pages, tables, lengths, real, options=options, implementation=implementation
         )
         return out
 
     size = query_chunk(batch, heads)
-    if tokens <= size:
-        return run(query, cache.lengths, query_lengths)
-    if query_lengths is None:
-        query_lengths = jnp.full(batch, tokens, jnp.int32)
-    before = cache.lengths - query_lengths
-    count = -(-tokens // size)
-
-    def chunk(item: tuple[jax.Array, jax.Array]) -> jax.Array:
-        first, queries = item
-        held = before + jnp.minimum(query_lengths, first + size)
-        return run(queries, held, jnp.clip(query_lengths - first, 0, size))
-
-    padded = jnp.pad(query, ((0, 0), (0, count * size - tokens), (0, 0), (0, 0)))
-    parts = jnp.moveaxis(padded.reshape(batch, count, size, heads, channels), 1, 0)
-    firsts = size * jnp.arange(count, dtype=jnp.int32)
-    out = jnp.moveaxis(jax.lax.map(chunk, (firsts, parts)), 0, 1)
-    return out.reshape(batch, -1, heads, cache.latent_dim)[:, :tokens]
+    out: jax.Array = new_tokens.in_chunks(run, query, cache.lengths, query_lengths, size)
+    return out
 
 
 LATENT = Latent()

@@ -9,9 +9,8 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
-from turbojax._pytrees import pytree
+from turbojax._pytrees import nbytes, pytree
 from turbojax.caches import checks
-from turbojax.caches.arrays import nbytes
 from turbojax.caches.latent import formats
 from turbojax.caches.paged import checks as page_checks
 from turbojax.caches.paged.pool import PAGE_SIZES
@@ -114,7 +113,7 @@ class LatentPages(formats.Holder, Split):
                 *sizes, kv_dtype=self.kv_dtype, dtype=self.dtype, seed=self.seed
             )
         )
-        formats.check_shapes(self, wanted, ("latent", "scale", "rope", "lost"))
+        checks.check_arrays(self, wanted, ("latent", "scale", "rope", "lost"))
         if _checks.is_concrete(self.lost) and int(self.lost) < 0:
             raise ValueError(f"cache.lost={int(self.lost)} must not be negative")
 

@@ -151,8 +151,7 @@ def paged_attention(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
-    checks.check_kind(cache, PagedCache)
-    _check_query(cache, query)
+    _checks.check_query(query)
     options = Options.complete(
         query.shape[3],
         scale=scale,
@@ -162,13 +161,20 @@ def paged_attention(
         output_dtype=output_dtype,
     )
     extras = given.of_cache(query, sinks=sinks, query_offset=query_offset, key_offset=key_offset)
-    arrays = _check(query, cache, block_tables, lengths, query_seq_lengths, extras, options)
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    out, residual = _run(query, cache, *arrays, extras, **static)
+    out, residual = attend(
+        query,
+        cache,
+        block_tables,
+        lengths,
+        query_seq_lengths,
+        options=options,
+        extras=extras,
+        implementation=implementation,
+    )
     return (out, residual) if return_residual else out
 
 
-def attend_pages(
+def attend(
     query: jax.Array,
     cache: PagedCache,
     block_tables: jax.Array,
@@ -179,23 +185,8 @@ def attend_pages(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` for callers that have causal `Options`; gives the log-sum-exp too."""
+    """`paged_attention` of `Options`, causal ones; gives the log-sum-exp too."""
     require_causal(options)
-    arrays = _check(query, cache, block_tables, lengths, query_lengths, extras, options)
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    return _run(query, cache, *arrays, extras, **static)
-
-
-def _check(
-    query: jax.Array,
-    cache: PagedCache,
-    block_tables: jax.Array,
-    lengths: jax.Array,
-    query_lengths: jax.Array | None,
-    extras: Extras,
-    options: Options,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Raises unless the arrays fit; gives tables, lengths and the queries' lengths as int32."""
     checks.check_kind(cache, PagedCache)
     _check_query(cache, query)
     batch, tokens = query.shape[:2]
@@ -206,7 +197,10 @@ def _check(
     if _checks.is_concrete(block_tables, lengths):
         first = _first_seen(query, lengths, query_lengths, extras, options)
         page_checks.check_readable(cache, block_tables, lengths, first)
-    return block_tables, lengths, query_lengths
+    run = per_device(tables.PAGED, _attend, options=options, implementation=implementation)
+    arrays = (query, cache, block_tables, lengths, query_lengths, extras)
+    results: tuple[jax.Array, jax.Array] = run(*arrays)
+    return results
 
 
 def _first_seen(
@@ -223,25 +217,7 @@ def _first_seen(
     return jnp.maximum(extras.begin(lengths, lengths) - options.window[0], 0)
 
 
-def _run(
-    query: jax.Array,
-    cache: PagedCache,
-    block_tables: jax.Array,
-    lengths: jax.Array,
-    query_lengths: jax.Array | None,
-    extras: Extras,
-    *,
-    options: Options,
-    implementation: str | None,
-) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` of checked arguments."""
-    run = per_device(tables.PAGED, _run_here, options=options, implementation=implementation)
-    arrays = (query, cache, block_tables, lengths, query_lengths, extras)
-    results: tuple[jax.Array, jax.Array] = run(*arrays)
-    return results
-
-
-def _run_here(
+def _attend(
     query: jax.Array,
     cache: PagedCache,
     block_tables: jax.Array,
@@ -263,7 +239,7 @@ def _run_here(
 
     def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
         chosen = select(implementation, query, cache, block_tables, options=options, extras=extras)
-        attend = functools.partial(_attend, attend=chosen.run, interpret=interpreting())
+        attend = functools.partial(_run, attend=chosen.run, interpret=interpreting())
         call = refuse_gradients(attend, "paged_attention", options=options)
         arrays = (query, cache, block_tables, lengths, query_lengths, extras)
         out, residual = call(*together(*arrays))
@@ -323,7 +299,7 @@ def _check_query(cache: PagedCache, query: jax.Array) -> None:
 
 
 @functools.partial(jax.jit, static_argnames=("attend", "interpret", "options"))
-def _attend(
+def _run(
     *arrays: Any,
     attend: Callable[..., tuple[jax.Array, jax.Array]],
     interpret: bool,

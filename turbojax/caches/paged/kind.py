@@ -29,7 +29,7 @@ from turbojax.caches.base import (
     rows_in_use,
     sizes_of,
 )
-from turbojax.caches.paged import attend_pages
+from turbojax.caches.paged import api
 from turbojax.caches.paged.layer import PAGE_SIZE, check_room, empty_layer, ring_pages, ring_tables
 from turbojax.caches.paged.layer import PAGED_KINDS as PAGED_KINDS
 from turbojax.caches.paged.layer import PagedKind as PagedKind
@@ -58,42 +58,20 @@ def attend(
     prompt or one by one. Long prompts are taken in chunks, see `query_chunk`. Queries past
     `query_lengths` are padding and give zero.
     """
-    batch, tokens, heads, channels = query.shape
+    batch, tokens, heads, _ = query.shape
     ring.check_visible(layer, options.window, tokens)
     new_tokens.check_whole(layer, extras)
 
     def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> Any:
         arrays = (queries, layer.pages, layer.block_tables, lengths, real)
         static: Any = {"options": options, "implementation": implementation}
-        return attend_pages(*arrays, extras=extras, **static)
+        return api.attend(*arrays, extras=extras, **static)
 
     size = query_chunk(batch, heads // layer.pages.num_kv_heads)
-    if tokens <= size or extras.query_offset is not None:
-        found: Attended = run(query, layer.lengths, query_lengths)
-        return found
-    if query_lengths is None:
-        query_lengths = jnp.full(batch, tokens, jnp.int32)
-    before = layer.lengths - query_lengths
-
-    def chunk(item: tuple[jax.Array, jax.Array]) -> Any:
-        first, queries = item
-        held = before + jnp.minimum(query_lengths, first + size)
-        return run(queries, held, jnp.clip(query_lengths - first, 0, size))
-
-    count = -(-tokens // size)
-    padding = count * size - tokens
-    parts = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0)))
-    parts = jnp.moveaxis(parts.reshape(batch, count, size, heads, channels), 1, 0)
-    firsts = size * jnp.arange(count, dtype=jnp.int32)
-    chunks: tuple[jax.Array, jax.Array] = jax.lax.map(chunk, (firsts, parts))
-    out, residual = (_joined(x)[:, :tokens] for x in chunks)
-    return out, residual
-
-
-def _joined(chunks: Any) -> jax.Array:
-    """Chunks ``[n, B, size, ...]`` of tokens one after the other: ``[B, n * size, ...]``."""
-    x = jnp.moveaxis(chunks, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
+    if extras.query_offset is not None:  # of all queries together
+        size = tokens
+    found: Attended = new_tokens.in_chunks(run, query, layer.lengths, query_lengths, size)
+    return found
 
 
 def append_and_attend(
@@ -118,11 +96,6 @@ def append_and_attend(
         return attend_to(query, layer, query_lengths=lengths), layer
     check_room(layer, key, value, lengths)
     size = min(query_chunk(batch, heads // layer.pages.num_kv_heads), most // 16 * 16)
-    count = -(-tokens // size)
-
-    def parts(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, count * size - tokens), (0, 0), (0, 0)))
-        return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
 
     def chunk(layer: PagedLayer, item: tuple[jax.Array, ...]) -> tuple[PagedLayer, Attended]:
         first, q, k, v = item
@@ -130,12 +103,11 @@ def append_and_attend(
         layer = append(layer, k, v, lengths=new)
         return layer, attend_to(q, layer, query_lengths=new)
 
-    firsts = size * jnp.arange(count, dtype=jnp.int32)
-    items = (firsts, *map(parts, (query, key, value)))
+    parts = (new_tokens.split_tokens(x, size) for x in (query, key, value))
+    items = (new_tokens.first_tokens(tokens, size), *parts)
     layer = as_carried(chunk, layer, jax.tree.map(lambda x: x[0], items))
     layer, chunks = jax.lax.scan(chunk, layer, items)
-    out, residual = (_joined(x)[:, :tokens] for x in chunks)
-    return (out, residual), layer
+    return jax.tree.map(lambda x: new_tokens.joined_tokens(x, tokens), chunks), layer
 
 
 def dequantize(

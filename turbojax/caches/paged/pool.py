@@ -14,10 +14,9 @@ import numpy as np
 
 from turbojax import _checks, polar
 from turbojax._gradient import refuse_gradients
-from turbojax._pytrees import pytree
+from turbojax._pytrees import nbytes, pytree
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.caches import checks
-from turbojax.caches.arrays import nbytes
 from turbojax.caches.paged import append_mosaic, append_triton
 from turbojax.caches.paged import checks as page_checks
 from turbojax.caches.paged import writing as page_writing
@@ -173,13 +172,8 @@ class PagedCache(Split):
         """
         sizes = (self.num_pages, self.page_size, self.num_kv_heads, self.head_dim)
         wanted = jax.eval_shape(lambda: _empty(*sizes, self.kv_dtype, self.dtype, 1, 1, self.seed))
-        for field in (f.name for f in dataclasses.fields(self) if not f.metadata.get("static")):
-            leaf, want = getattr(self, field), getattr(wanted, field)
-            if _describe(leaf) != _describe(want):
-                raise ValueError(
-                    f"cache.{field} is {_describe(leaf)}, must be {_describe(want)} "
-                    f"for kv_dtype={self.kv_dtype!r}"
-                )
+        names = (f.name for f in dataclasses.fields(self) if not f.metadata.get("static"))
+        checks.check_arrays(self, wanted, names)
         if _checks.is_concrete(*jax.tree.leaves(self)):
             for name in ("key_scale", "value_scale"):
                 if (scale := getattr(self, name)) is not None:
@@ -448,7 +442,3 @@ def _gather(
         return jnp.where(readable[:, None, None, None], x, jnp.nan)
 
     return side("key"), side("value")
-
-
-def _describe(x: jax.Array | None) -> str:
-    return "None" if x is None else f"{x.dtype}{list(x.shape)}"

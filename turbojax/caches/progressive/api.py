@@ -47,7 +47,6 @@ def prefill(
     `turbojax.turbo_attention`.
     """
     is_plain = lengths is None and not extras.given and not residual
-    checks.check_kind(cache, ProgressiveCache)
     lengths = checks.check_prompt(cache, query, key, value, lengths)
     run = per_device(
         tables.PREFILL,
@@ -108,7 +107,6 @@ def decode(
     """See `turbojax.caches.base.Kind.decode`; the log-sum-exp is always there."""
     del residual
     require_causal(options)
-    checks.check_kind(cache, ProgressiveCache)
     lengths = checks.check_newest(cache, query, query_lengths)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
     return new_tokens.decode(DECODE, tables.DECODE, query, cache, lengths, extras=extras, **static)

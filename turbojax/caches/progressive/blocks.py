@@ -1,12 +1,13 @@
-"""Reading and writing the packed blocks of one side of a `ProgressiveCache`."""
+"""The packed blocks of a `ProgressiveCache`: read, written, and all of it read back."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 
-from turbojax.caches import ring
-from turbojax.caches.progressive.cache import CacheSide
+from turbojax._gradient import refuse_gradients
+from turbojax.caches import checks, ring
+from turbojax.caches.progressive.cache import CacheSide, ProgressiveCache
 from turbojax.numerics.packing import pack, unpack
 from turbojax.numerics.progressive import dequantize_channels, quantize_channels
 
@@ -81,6 +82,45 @@ def write_blocks(
         channel_zero=put(side.channel_zero, _from_slots(zeros, side.places)),
         block_scale=put(side.block_scale, scale),
     )
+
+
+def dequantize(
+    cache: ProgressiveCache, *, dtype: jax.typing.DTypeLike | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """See `turbojax.dequantize`; in float32 these are exactly the numbers stored."""
+    checks.check_kind(cache, ProgressiveCache)
+    key, value = refuse_gradients(_dequantize, "dequantize")(cache)
+    return key.astype(dtype or cache.dtype), value.astype(dtype or cache.dtype)
+
+
+@jax.jit
+def _dequantize(cache: ProgressiveCache) -> tuple[jax.Array, jax.Array]:
+    return _dequantize_side(cache, cache.key), _dequantize_side(cache, cache.value)
+
+
+def _dequantize_side(cache: ProgressiveCache, side: CacheSide) -> jax.Array:
+    codes, scale = read_blocks(side, 0, cache.blocks_of_length, is_ring=cache.is_ring)
+    blocks = codes.astype(jnp.float32) * scale[..., None, None]
+    batch, heads, _, _, channels = blocks.shape
+    blocks = blocks.reshape(batch, heads, -1, channels)
+    room = max(0, cache.max_length - blocks.shape[2])
+    blocks = jnp.pad(blocks, ((0, 0), (0, 0), (0, room), (0, 0)))[:, :, : cache.max_length]
+
+    compressed, first_tokens = cache.lengths - cache.buffer_lengths, cache.config.num_first_tokens
+    position = jnp.arange(cache.max_length)[None]
+    in_blocks = position < compressed[:, None]
+    in_blocks = in_blocks & (position >= compressed[:, None] - cache.room)
+    in_blocks = in_blocks[:, None, :, None]
+    out = jnp.where(in_blocks, blocks, 0)
+    out = jnp.roll(out, first_tokens, axis=2)  # these are in the buffer, with as many others
+
+    buffer = side.buffer.astype(jnp.float32) * side.buffer_scale[..., None, None]
+    slot = jnp.arange(buffer.shape[2])[None]
+    used = slot < cache.buffer_lengths[:, None]
+    index = jnp.where(slot < first_tokens, slot, compressed[:, None] + slot)
+    index = jnp.where(used, index, cache.max_length)
+    out = jax.vmap(lambda o, i, b: o.at[:, i].set(b, mode="drop"))(out, index, buffer)
+    return jnp.swapaxes(out, 1, 2)
 
 
 def _rows_of_part(start: jax.Array, count: jax.Array, blocks: int, rows: int) -> jax.Array:

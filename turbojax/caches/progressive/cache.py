@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax._pytrees import pytree
+from turbojax._pytrees import leaves_by_path, nbytes, pytree
 from turbojax.caches import ring
-from turbojax.caches.arrays import CacheArrays, nbytes
+from turbojax.caches.arrays import CacheArrays
 from turbojax.numerics.config import TurboConfig
 from turbojax.numerics.int8 import INT8_RANGE, round_scale
 from turbojax.numerics.packing import packed_size
@@ -269,7 +269,7 @@ class ProgressiveCache(CacheArrays):
                 self.window,
             )
         )
-        leaves, wanted = _named_leaves(self), _named_leaves(expected)
+        leaves, wanted = leaves_by_path(self), leaves_by_path(expected)
         if leaves.keys() != wanted.keys():
             raise ValueError(f"cache holds {sorted(leaves)}, must hold {sorted(wanted)}")
         for name, leaf in leaves.items():
@@ -432,11 +432,6 @@ def _on_devices(x: jax.Array, axes: Axes) -> jax.Array:
     letters = CacheSide.AXES["buffer_scale"]
     spec = spec_of(letters, x.shape, axes, CacheSide.COPIES["buffer_scale"])
     return jax.device_put(x, jax.sharding.NamedSharding(axes.require_mesh(), spec))
-
-
-def _named_leaves(tree: Any) -> dict[str, jax.Array]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
 def _validate_values(cache: ProgressiveCache) -> None:

@@ -49,7 +49,6 @@ def prefill(
     with the exact softmax and blocks of 128. The log-sum-exp is always there.
     """
     del residual
-    kv4.check_cache(cache)
     lengths = checks.check_prompt(cache, query, key, value, lengths)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
     run = per_device(tables.FIREQ_PREFILL, _attend_and_store, **static)
@@ -66,7 +65,7 @@ def _attend_and_store(
     *,
     options: Options,
     implementation: str | None,
-) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
+) -> tuple[Attended, CacheT]:
     """`prefill` by the implementation for these arrays."""
     inside = jnp.clip(lengths, 0, key.shape[1])
     out = attend(
@@ -79,6 +78,7 @@ def _attend_and_store(
         options=options,
         extras=extras,
         implementation=implementation,
+        residual=True,
     )
     return out, kv4.store_prompt(cache, key, value, lengths)
 
@@ -96,7 +96,6 @@ def decode(
     """See `turbojax.caches.base.Kind.decode`; the log-sum-exp is always there."""
     del residual
     require_causal(options)
-    kv4.check_cache(cache)
     lengths = checks.check_newest(cache, query, query_lengths)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
     return new_tokens.decode(

@@ -76,7 +76,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     require_folder(folder)
     if not (folder / CONFIG_NAME).is_file():
         raise FileNotFoundError(f"{str(folder)!r} is no checkpoint: it must hold {CONFIG_NAME}")
-    return read_json(folder / CONFIG_NAME)
+    return _json.read_object(folder / CONFIG_NAME)
 
 
 def require_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -93,11 +93,6 @@ def require_config(folder: Path, config: Mapping[str, Any]) -> None:
         raise _changed(folder / CONFIG_NAME) from error
     if _json.differ(found, config):
         raise _changed(folder / CONFIG_NAME)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object of a JSON file. Raises OSError, and ValueError as `turbojax._json.read_object`."""
-    return _json.read_object(path)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -303,7 +298,7 @@ def some(names: Sequence[str]) -> str:
 def _read_index(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor."""
     index = folder / INDEX_NAME
-    places = read_json(index).get("weight_map")
+    places = _json.read_object(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{index} must hold a weight_map, from tensors to files")
     for name, file in places.items():

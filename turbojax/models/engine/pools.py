@@ -77,11 +77,10 @@ class Sizes:
     def __post_init__(self) -> None:
         _checks.check_sizes(**dataclasses.asdict(self))
 
-    def pages_of_request(self, window: int | None, tokens: int | None = None) -> int:
-        """Pages that a request, by default the longest, needs at most while its prompt runs."""
-        tokens = self.max_length if tokens is None else tokens
-        piece = min(self.step_tokens, tokens)
-        return pages_at_most(tokens, piece, self.page_size, window)
+    def pages_of_request(self, window: int | None) -> int:
+        """Pages that the longest request needs at most while its prompt runs."""
+        piece = min(self.step_tokens, self.max_length)
+        return pages_at_most(self.max_length, piece, self.page_size, window)
 
     def pages_of_all(self, window: int | None) -> int:
         """Pages that all running requests need at most, where one of them is in a long prompt."""
@@ -214,12 +213,12 @@ def access_to(pool: Pool) -> tuple[_Access, _Access]:
     """What appends to such a pool, and what attends to it.
 
     Their arguments are those of `turbojax.paged.append` and
-    `turbojax.caches.paged.attend_pages`; queries, keys and values of latents are as
+    `turbojax.caches.paged.attend`; queries, keys and values of latents are as
     `turbojax.caches.latent.kind` says.
     """
     if holds_latents(pool):
         return _append_latents, _attend_latents
-    return paged.append, paged_attention.attend_pages
+    return paged.append, paged_attention.attend
 
 
 def check_call(
@@ -271,7 +270,7 @@ def _attend_latents(
 ) -> tuple[jax.Array, jax.Array]:
     if refusal := extras.refusal():
         raise NotImplementedError(f"latent_attention cannot run here: {refusal}")
-    return latent_attention.attend_latents(
+    return latent_attention.attend_pages(
         *split_query(query, pool.latent_dim),
         pool,
         block_tables,

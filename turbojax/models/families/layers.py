@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from turbojax import _checks
@@ -14,6 +14,18 @@ from turbojax.rotary import RopeScaling, YarnScaling
 
 MOST_EXPERTS = 10_000
 """No known layer has a tenth of it; a limit because each expert has tensors of its own."""
+
+
+def told_fields(config: Any, added: Collection[str]) -> dict[str, Any]:
+    """The fields of a dataclass by name, those `added` only where they differ from their default.
+
+    Fields were added after files were written that hold the others, or digests of them.
+    """
+    return {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in added or getattr(config, field.name) != field.default
+    }
 
 
 @static
@@ -63,11 +75,7 @@ class ExpertsConfig:
 
     def told(self) -> dict[str, Any]:
         """The fields by name, those of `_ADDED` only where they differ from their default."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in _ADDED or getattr(self, field.name) != field.default
-        }
+        return told_fields(self, _ADDED)
 
     def __post_init__(self) -> None:
         sizes = ["count", "per_token", "intermediate_size"]

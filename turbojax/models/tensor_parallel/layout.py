@@ -129,11 +129,9 @@ def share(size: int, count: int, group_size: int | None = None) -> int:
     return -(-each // unit) * unit
 
 
-def stored_config(
-    config: TransformerConfig, axes: Axes | None, group_size: int | None = None
-) -> TransformerConfig:
-    """The config with the sizes of all devices' shares together; `group_size` is for INT4."""
-    return _resized(config, axes, group_size, parts(axes))
+def stored_config(config: TransformerConfig, axes: Axes | None) -> TransformerConfig:
+    """The config with the sizes of all devices' shares together, of floating-point weights."""
+    return _resized(config, axes, None, parts(axes))
 
 
 def local_config(

@@ -173,7 +173,7 @@ def _add_tokens(
 
 def read_object(path: Path) -> Mapping[str, Any]:
     """A file's JSON object; an empty one if nothing is there."""
-    return _folder.read_json(path) if os.path.lexists(path) else {}
+    return _json.read_object(path) if os.path.lexists(path) else {}
 
 
 def _content(token: Any) -> str | None:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax import _extras
+from turbojax import _extras, _json
 from turbojax._json import shown
-from turbojax._pytrees import pytree, static
+from turbojax._pytrees import nbytes, pytree, static
 from turbojax.attention.turbo import turbo_attention
 from turbojax.flax.norms import rms_norm
 from turbojax.models.checkpoint import folder as _folder
@@ -73,7 +73,7 @@ def read_preprocessing(folder: Path, image_size: int) -> Preprocessing:
     for name in NAMES:
         path = _folder.find(folder, name)
         if path.is_file():
-            found: Any = _folder.read_json(path)
+            found: Any = _json.read_object(path)
             found = found.get("image_processor", {}) if name == NAMES[1] else found
             if not isinstance(found, Mapping):
                 raise ValueError(f"{path}: image_processor={shown(found)} must be an object")
@@ -166,7 +166,7 @@ class VisionModel:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+        return nbytes(self)
 
     def __call__(self, pixels: jax.Array) -> jax.Array:
         """Soft tokens of images.
