@@ -421,7 +421,8 @@ class Scheduler:
     def _keep(self, group: Group, handle: int, sequence: Sequence) -> None:
         if group.prefixes is None:
             return
-        held = sequence.held - sequence.unsure
+        # A step that was planned before a request's end was known counts as held what is never fed.
+        held = min(sequence.held - sequence.unsure, sequence.end)
         if self._cache_results:
             tokens = sequence.tokens[:held]
         else:
