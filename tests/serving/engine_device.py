@@ -219,6 +219,40 @@ class FakeDevice:
         assert set(seen) == {i for i, token in enumerate(where) if token is not None}
         return seen
 
+    def run_together(
+        self,
+        decoder,
+        caches,
+        given,
+        slots,
+        changes,
+        rows,
+        *,
+        count,
+        kind,
+        windows,
+        implementation,
+    ):
+        del decoder, kind, implementation
+        after = with_changes(donated(given), changes)
+        shown = np.full((len(slots), count + 2), NOTHING)
+        shown[:, :2] = 0
+        for row, slot in enumerate(slots):
+            if slot == len(after.lengths):
+                continue
+            new = shown[row, :2] = min(count, after.left[slot])
+            for i in range(new):
+                length = after.lengths[slot]
+                fed = slot, length, max(after.history[slot, length], 0)
+                self.write(self.pages, after.tables, [fed])
+                text = self.read(after.tables, slot, windows, length, length + 1)
+                index = length + 1 - after.prompts[slot]
+                token = chosen_from(logits_of(text), *sampling_of(rows, row), index)
+                after.lengths[slot] += 1
+                after.left[slot] -= 1
+                after.history[slot, length + 1] = shown[row, 2 + i] = token
+        return caches, after, for_host([*shown.ravel(), 0])
+
     # Choosing -------------------------------------------------------------------------------------
 
     def choose(
@@ -453,6 +487,7 @@ def on(fake: FakeDevice) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name, function in (
             (device, "run_step", fake.run_step),
+            (device, "run_together", fake.run_together),
             (device, "enter", fake.enter),
             (device, "change", fake.change),
             (sampler, "choose", fake.choose),

@@ -18,6 +18,7 @@ MODES = {
     "reproducible": {"reproducible": True},
     "fast": {},
     "dense": {"dense": True},
+    "together": {"tokens_together": 4},
     "ngram": {},
     "draft": {"drafts": True},
 }
@@ -51,7 +52,7 @@ class Watched:
             turns = itertools.cycle(recomputes)
             made._costs.recomputes = lambda nbytes, tokens: next(turns)
             steps = itertools.cycle(guessing)
-            made._scheduler._may_guess = lambda: next(steps)
+            made._scheduler._takes_more = lambda: next(steps)
         self.now, self.steps_left = 1000.0, 0
         self.pending: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}

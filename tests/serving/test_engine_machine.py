@@ -140,3 +140,16 @@ def test_guesses_at_the_end_of_the_longest_texts(mode):
         watched.add(Request([3] * 20, 44))
         watched.finish()
         assert watched.engine.statistics().preemptions > 0
+
+
+def test_pages_of_results_are_kept_up_to_the_last_token_that_was_fed():
+    """A request ends with its last page full but for its last token; the next one goes on there."""
+    for mode in ("together", "ngram"):
+        options = {"pages": 7, "step_tokens": 16, "prefixes": True, "results": True}
+        watched = Watched(mode, 2, guesses=3, guessing=(True, True, False), right=1.0, **options)
+        for prompt in range(50, 54):
+            watched.add(Request([1] * prompt, 80 - prompt))
+            watched.finish()
+            text = [1] * prompt + watched.tokens[max(watched.tokens)]
+            watched.add(Request([*text, 2, 3], 4))
+            watched.finish()

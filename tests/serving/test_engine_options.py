@@ -144,7 +144,7 @@ def test_a_request_that_is_done_has_no_time_limit():
 
 
 def prompts_ran(known, tokens, seconds):
-    known.stepped(seconds, prompt_tokens=tokens, guesses=False, sequences=1, new_tokens=1)
+    known.stepped(seconds, prompt_tokens=tokens, several=False, sequences=1, new_tokens=1)
 
 
 def test_what_is_sooner_done_is_done():
@@ -180,12 +180,12 @@ def guessing(known, steps, *, plain, with_guesses, new_tokens):
     """How many of so many steps have guesses, of these seconds; a sequence gets so many tokens."""
     count = 0
     for _ in range(steps):
-        guesses = known.guessing_pays()
+        guesses = known.several_pay()
         count += guesses
         known.stepped(
             with_guesses if guesses else plain,
             prompt_tokens=0,
-            guesses=guesses,
+            several=guesses,
             sequences=10,
             new_tokens=round(10 * new_tokens) if guesses else 10,
         )
@@ -202,7 +202,7 @@ def test_guesses_go_on_while_they_pay():
     assert 5 <= bad < 40
     assert guessing(known, 640, plain=1.0, with_guesses=1.0, new_tokens=1.5) > 320
     # A step with prompts says nothing of one without guesses.
-    known.stepped(99.0, prompt_tokens=500, guesses=False, sequences=10, new_tokens=10)
+    known.stepped(99.0, prompt_tokens=500, several=False, sequences=10, new_tokens=10)
     assert 5 <= guessing(known, 320, plain=1.0, with_guesses=4.0, new_tokens=2.0) < 60
 
 

@@ -36,7 +36,8 @@ from turbojax.models.engine.step import (
     run_step,
     set_entry,
 )
-from turbojax.models.generation.sampling import Kind, greedy_rows, kind_of
+from turbojax.models.engine.together import Together, run_together
+from turbojax.models.generation.sampling import Kind, SamplingRows, greedy_rows, kind_of
 from turbojax.numerics.config import TurboConfig
 from turbojax.sharding import Axes
 
@@ -122,7 +123,7 @@ class Programs:
 
     `prompts` ascend in size, and of one size the dense program comes first. `decoding` are the rows
     of the programs without prompts, ascending; empty where one program does all. `dense` says how
-    prompts attend among themselves.
+    prompts attend among themselves. `together` are those of several tokens, if there are any.
     """
 
     prompts: tuple[PromptProgram, ...]
@@ -131,6 +132,7 @@ class Programs:
     implementation: str | None = None
     dense: TurboConfig | None = None
     speculation: Speculation | None = None
+    together: Together | None = None
 
     @property
     def static(self) -> dict[str, Any]:
@@ -159,9 +161,9 @@ class Programs:
 class Step:
     """A step that was given to the device.
 
-    `rows` are those of `sequences`, which get one token each, or with guesses as many as `counts`
-    says at most; `guesses` is how many of these are guesses at most. `found` is int32, see
-    `run_step` and `speculation.accept`; `chosen` replaces its tokens where more was wanted.
+    `rows` are those of `sequences`, which get one token each, or as many as `counts` says at most,
+    `more` of them besides the first, which may be guesses. `found` is int32, see `run_step` and
+    `speculation.accept`; `chosen` replaces its tokens where more was wanted.
     """
 
     rows: list[int]
@@ -169,7 +171,8 @@ class Step:
     found: jax.Array
     chosen: Chosen | None = None
     prompt_tokens: int = 0
-    guesses: int = 0
+    more: int = 0
+    is_guessed: bool = False
     counts: list[int] = dataclasses.field(default_factory=list)
 
 
@@ -252,8 +255,8 @@ class Device:
     def run(self, plan: Plan, changes: list[tuple[int, int, int, int]]) -> Step:
         """Gives the device a step, after the changes of the tables, see `apply_changes`."""
         few = self._apply_all_but(changes)
-        if plan.guesses:
-            return self._guess(plan, few)
+        if plan.more:
+            return self._several(plan, few)
         program = self.programs.of(plan)
         work = idle_work(program, self._slots)
         work.changes[: len(few)] = few if few else 0
@@ -356,10 +359,11 @@ class Device:
         self._state = dataclasses.replace(slots, history=history)
         return Step(rows, sequences, found, chosen)
 
-    def _guess(self, plan: Plan, changes: list[tuple[int, int, int, int]]) -> Step:
-        """Gives the device a step of guesses, see `speculation`."""
-        how, count = self.programs.speculation, len(plan.decoding)
-        slots = np.full(self.programs.rows(count), self._slots, np.int32)
+    def _several(self, plan: Plan, changes: list[tuple[int, int, int, int]]) -> Step:
+        """Gives the device a step of several tokens, see `together` and `speculation`."""
+        programs, count = self.programs, len(plan.decoding)
+        size = (programs.together.rows_for if programs.together else programs.rows)(count)
+        slots = np.full(size, self._slots, np.int32)
         slots[:count] = [sequence.slot for sequence in plan.decoding]
         rows, kind = greedy_rows(len(slots)), kind_of(x.request.sampling for x in plan.decoding)
         if kind != "greedy":
@@ -367,7 +371,34 @@ class Device:
                 rows.set(row, sequence.request.sampling, 0)
         table = no_changes(CHANGES, self._slots)
         table[: len(changes)] = changes if changes else 0
-        static = self.programs.static
+        if programs.together:
+            self.caches, self._state, found = run_together(
+                self._decoder,
+                self.caches,
+                self._state,
+                slots,
+                table,
+                rows,
+                count=programs.together.tokens,
+                kind=kind,
+                **programs.static,
+            )
+        else:
+            found = self._guess(slots, table, rows, kind)
+        found.copy_to_host_async()
+        return Step(
+            list(range(count)),
+            plan.decoding,
+            found,
+            more=plan.more,
+            is_guessed=programs.speculation is not None,
+            counts=plan.counts,
+        )
+
+    def _guess(
+        self, slots: np.ndarray, table: np.ndarray, rows: SamplingRows, kind: Kind
+    ) -> jax.Array:
+        how, static = self.programs.speculation, self.programs.static
         if isinstance(how, Draft):
             self.draft_caches, guesses, there = speculation.draft(
                 self._draft,
@@ -399,10 +430,7 @@ class Device:
             kind=kind,
             vocabulary=self._vocabulary,
         )
-        found.copy_to_host_async()
-        return Step(
-            list(range(count)), plan.decoding, found, guesses=plan.guesses, counts=plan.counts
-        )
+        return found
 
     # Compiling ahead ------------------------------------------------------------------------------
 
@@ -442,6 +470,21 @@ class Device:
             for rows in programs.decoding:
                 for kind in kinds:
                     yield from self._lowered_guesses(rows, programs.speculation, kind)
+        if programs.together is not None:
+            table = no_changes(CHANGES, self._slots)
+            for rows in programs.together.rows:
+                for kind in kinds:
+                    yield run_together.lower(
+                        self._decoder,
+                        self.caches,
+                        slots,
+                        np.zeros(rows, np.int32),
+                        table,
+                        greedy_rows(rows),
+                        count=programs.together.tokens,
+                        kind=kind,
+                        **programs.static,
+                    )
 
     def _lowered_choices(self, programs: Iterable[PromptProgram]) -> Iterable[Any]:
         """The programs that follow a step where more is wanted than the most likely tokens."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from turbojax import _checks
 from turbojax._device import needs_gpu
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder, for_length, unstack
@@ -40,6 +41,7 @@ from turbojax.models.engine.scheduler import Limits, Plan, Scheduler
 from turbojax.models.engine.speculation import Draft, NGram, Speculation
 from turbojax.models.engine.statistics import Costs, Counts, EngineStatistics, statistics_of
 from turbojax.models.engine.step import new_state
+from turbojax.models.engine.together import MOST_ROWS, Together
 from turbojax.models.engine.tracker import Admission, RequestTracker
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.tensor_parallel.layout import local_config
@@ -49,6 +51,9 @@ from turbojax.models.transformer import Transformer
 from turbojax.numerics.config import TurboConfig
 
 Model = Transformer | Decoder | QuantizedDecoder
+
+# How many times as fast tokens must come together as one by one, as others may have to wait for it.
+_GAIN = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Settings:
     seed: int
     reproducible: bool
     speculation: Speculation | None
+    tokens_together: int
     prefix_caching: bool
     cache_results: bool
     implementation: str | None
@@ -87,13 +93,14 @@ class UsualSizes(NamedTuple):
 
     max_sequences: int
     step_tokens: int
+    tokens_together: int
 
 
 def usual_sizes(*, reproducible: bool) -> UsualSizes:
     """Sizes that suit the device: many rows keep a GPU busy, on a CPU each row costs time."""
     if reproducible:
-        return UsualSizes(8, 64)
-    return UsualSizes(256, 8192) if jax.default_backend() == "gpu" else UsualSizes(16, 512)
+        return UsualSizes(8, 64, 1)
+    return UsualSizes(256, 8192, 4) if jax.default_backend() == "gpu" else UsualSizes(16, 512, 1)
 
 
 def check_model(model: Model) -> None:
@@ -134,7 +141,7 @@ def make(model: Model, settings: Settings, tokenizer: Tokenizer | None) -> Made:
         s.max_sequences,
         programs.prompts[-1],
         next((x for x in programs.prompts[::-1] if x.is_dense), None),
-        0 if s.speculation is None else s.speculation.tokens,
+        s.tokens_together - 1 if s.speculation is None else s.speculation.tokens,
         is_shared=not s.reproducible,
     )
     device = Device(decoder, caches, slots, programs, layers, draft)
@@ -155,8 +162,19 @@ def _check(s: Settings, config: TransformerConfig, tokenizer: Tokenizer | None) 
         raise ValueError(
             f"cache_results={s.cache_results} has no use with prefix_caching={s.prefix_caching}"
         )
+    _checks.check_sizes(tokens_together=s.tokens_together)
+    if s.tokens_together > 1 and s.reproducible:
+        raise ValueError(
+            f"tokens_together={s.tokens_together} must be 1 with reproducible={s.reproducible}: "
+            "all steps are one program then"
+        )
     if s.speculation is None:
         return
+    if s.tokens_together > 1:
+        raise ValueError(
+            f"tokens_together={s.tokens_together} must be 1 with speculation, which says itself "
+            "how many tokens come at a time"
+        )
     if not isinstance(s.speculation, NGram | Draft):
         raise TypeError(
             f"speculation is a {type(s.speculation).__name__}, must be NGram, Draft or None"
@@ -213,7 +231,8 @@ def _programs(
         s.max_sequences, s.step_tokens, s.max_length, kinds=kinds, is_dense=dense is not None
     )
     sizes = decode_sizes(s.max_sequences)
-    return Programs(prompts, sizes, windows, s.implementation, dense, s.speculation)
+    together = None if s.tokens_together == 1 else Together.of(s.tokens_together, s.max_sequences)
+    return Programs(prompts, sizes, windows, s.implementation, dense, s.speculation, together)
 
 
 def _attends_densely(s: Settings, config: TransformerConfig) -> bool:
@@ -341,6 +360,12 @@ class Engine(BaseEngine):
         in steps without prompts, where that has taken less time for a token so far. Not with
         `reproducible`. A step in which a request wants penalties, a bias, a constraint or
         log-probabilities guesses nothing.
+      tokens_together: new tokens of each sequence that the device makes before the host hears of
+        them, where at most 64 sequences generate and none waits, and where that has taken less time
+        for a token so far: the host takes some 0.15 ms a layer for a step, which is longer than a
+        step of a small model. Whatever comes meanwhile waits for all of them. If not given 4 on a
+        GPU, and 1 on a CPU, with `reproducible` and with `speculation`. A step in which a request
+        wants penalties, a bias, a constraint or log-probabilities makes one.
       prefix_caching: whether pages are kept for requests that begin with the same tokens.
       cache_results: whether pages of results are kept, too, for instance for the next turn of a
         conversation. A text that continues one may then differ in rounding from one that ran alone,
@@ -376,6 +401,7 @@ class Engine(BaseEngine):
         step_tokens: int | None = None,
         reproducible: bool = False,
         speculation: Speculation | None = None,
+        tokens_together: int | None = None,
         prefix_caching: bool = True,
         cache_results: bool = False,
         key_scale: float = 1.0,
@@ -386,6 +412,8 @@ class Engine(BaseEngine):
     ) -> None:
         check_model(model)
         usual = usual_sizes(reproducible=reproducible)
+        if tokens_together is None:
+            tokens_together = usual.tokens_together if speculation is None else 1
         settings = Settings(
             page_size=page_size,
             max_sequences=usual.max_sequences if max_sequences is None else max_sequences,
@@ -400,6 +428,7 @@ class Engine(BaseEngine):
             seed=seed,
             reproducible=reproducible,
             speculation=speculation,
+            tokens_together=tokens_together,
             prefix_caching=prefix_caching,
             cache_results=cache_results,
             implementation=implementation,
@@ -407,12 +436,13 @@ class Engine(BaseEngine):
         config, self._groups, limits, self._device = make(model, settings, tokenizer)
         self._max_pages = -(-settings.max_length // page_size)
         self._costs = Costs(may_recompute=not reproducible)
+        self._speculates = speculation is not None
         self._scheduler = Scheduler(
             self._groups,
             limits,
             cache_results=cache_results,
             recomputes=self._recomputes,
-            guesses=self._costs.guessing_pays,
+            takes_more=self._takes_more,
         )
         counts = Counts()
         self._tracker = RequestTracker(self._scheduler, counts)
@@ -502,7 +532,7 @@ class Engine(BaseEngine):
                 self._costs.stepped(
                     seconds,
                     prompt_tokens=previous.prompt_tokens,
-                    guesses=previous.guesses > 0,
+                    several=previous.more > 0,
                     sequences=len(previous.rows),
                     new_tokens=self._counts.new_tokens - tokens,
                 )
@@ -517,6 +547,15 @@ class Engine(BaseEngine):
             return
         self._counts.late_steps += 1
         self._counts.idle_seconds += time.perf_counter() - self._busy_since
+
+    def _takes_more(self) -> bool:
+        """Whether the next step may give each sequence several tokens."""
+        scheduler = self._scheduler
+        if self._speculates:
+            return self._costs.several_pay()
+        # Whoever waits would wait for all of these tokens.
+        is_busy = scheduler.waiting or scheduler.swapped or len(scheduler.running) > MOST_ROWS
+        return not is_busy and self._costs.several_pay(_GAIN)
 
     def _recomputes(self, sequence: Sequence, pages: tuple[tuple[int, ...], ...]) -> bool:
         """Whether running a sequence's tokens again takes less time than moving its pages twice."""
@@ -545,7 +584,8 @@ class Engine(BaseEngine):
         step = self._device.run(plan, self._changes(plan))
         self._counts.steps += 1
         self._counts.steps_of_prompts += bool(plan.pieces)
-        self._counts.steps_of_speculation += plan.guesses > 0
+        self._counts.steps_of_speculation += step.is_guessed
+        self._counts.steps_of_several += step.more > 0 and not step.is_guessed
         for piece in plan.pieces:
             self._counts.prompt_tokens += piece.count
             if not piece.sequence.prefilling:

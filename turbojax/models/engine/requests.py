@@ -277,14 +277,16 @@ class Sequence:
       text: finds stop texts; None if there are none.
       first: the sequence of the same prompt whose pages this one shares, if any.
       is_plain: whether it takes the most likely token, and nothing else is wanted.
-      can_guess: whether its tokens may be guessed: nothing is asked for but how they are drawn.
+      takes_more: whether several tokens may come at a time: nothing is asked for but how they are
+        drawn.
       slot: on the device, while running; -1 otherwise.
       handles: of each group's allocator, while running.
       prompt: int32, tokens to run before it decodes: those of the request and, after it left the
         pool without its pages, also the new ones that it had.
       end: tokens in its pages at most: the last new one is never fed, so it needs no place.
       held: tokens in its pages, or on their way there, at most.
-      unsure: how many of these may be missing: guesses on their way that may be wrong.
+      unsure: how many of these may be missing: guesses on their way that may be wrong, or what
+        comes after an end.
       room: tokens that its pages have room for.
       sampled: new tokens chosen, or on their way here, at most; `unsure` of these may be missing.
       new_tokens: those that are known; `logprobs` are theirs, where asked for.
@@ -300,7 +302,7 @@ class Sequence:
     constraint: ConstraintState | None = None
     first: "Sequence | None" = None
     is_plain: bool = True
-    can_guess: bool = True
+    takes_more: bool = True
     status: Status = Status.WAITING
     slot: int = -1
     handles: tuple[int, ...] = ()

@@ -40,7 +40,8 @@ class Plan:
         group, to be written.
       decoding: sequences that go on; their `held` counts the tokens that they get.
       counts: how many tokens each of these gets at most.
-      guesses: how many of these tokens are guesses at most, in a step of nothing else; 0 otherwise.
+      more: how many tokens besides the first they get at most, in a step of nothing else: guesses,
+        or the next ones of a launch; 0 otherwise.
       grown: sequences that got pages while running, and how many each had before.
     """
 
@@ -49,7 +50,7 @@ class Plan:
     returning: list[tuple[Sequence, Pages]] = dataclasses.field(default_factory=list)
     decoding: list[Sequence] = dataclasses.field(default_factory=list)
     counts: list[int] = dataclasses.field(default_factory=list)
-    guesses: int = 0
+    more: int = 0
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     grown: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
 
@@ -66,14 +67,14 @@ class Limits:
     Attributes:
       program: the largest one with prompts that attend to pages.
       dense: the largest one whose prompts attend among themselves, if any.
-      guesses: how many a sequence may be ahead of its last token.
+      more: how many tokens besides the first a sequence may get in a step.
       is_shared: whether several prompts may be under way at a time.
     """
 
     slots: int
     program: PromptProgram
     dense: PromptProgram | None = None
-    guesses: int = 0
+    more: int = 0
     is_shared: bool = True
 
 
@@ -129,7 +130,8 @@ class Scheduler:
       - All groups hold the same tokens of a sequence, except those before their windows.
 
     All groups reuse prefixes, or none. With `cache_results` results' pages are found as well, not
-    only those of prompts. `guesses` is asked before each step whether guessing pays, and
+    only those of prompts. `takes_more` is asked before each step whether more
+    than one token of each sequence pay, and
     `recomputes` whether a sequence that must leave runs its tokens again instead of having its
     pages stored.
     """
@@ -141,12 +143,12 @@ class Scheduler:
         *,
         cache_results: bool,
         recomputes: Callable[[Sequence, Pages], bool],
-        guesses: Callable[[], bool] = lambda: True,
+        takes_more: Callable[[], bool] = lambda: True,
     ) -> None:
         self._groups = tuple(groups)
         self._limits = limits
         self._cache_results = cache_results
-        self._recomputes, self._may_guess = recomputes, guesses
+        self._recomputes, self._takes_more = recomputes, takes_more
         self._free_slots = list(range(limits.slots))[::-1]
         self._page_size = self._groups[0].allocator.page_size
         self._has_windows = any(group.window is not None for group in self._groups)
@@ -176,8 +178,8 @@ class Scheduler:
         self._decode(plan)
         # What has just left does not come back in the same step.
         self._fill_with_prompts(plan, may_enter=self.preemptions == before)
-        if plan.guesses:
-            self._settle_guesses(plan)
+        if plan.more:
+            self._settle(plan)
         return plan
 
     def release(self, sequence: Sequence, status: Status) -> None:
@@ -215,10 +217,10 @@ class Scheduler:
     # Decoding -------------------------------------------------------------------------------------
 
     def _decode(self, plan: Plan) -> None:
-        """Lets decoding sequences go on by one token and as many guesses as there may be."""
-        if self._limits.guesses and self._may_guess():
-            plan.guesses = self._limits.guesses
-        more, running = 1 + plan.guesses, Status.RUNNING
+        """Lets decoding sequences go on by one token, and as many more as there may be."""
+        if self._limits.more and self._takes_more():
+            plan.more = self._limits.more
+        most, running = 1 + plan.more, Status.RUNNING
         # What is looked up here is looked up for each of a thousand sequences in each step.
         for sequence in list(self.running):
             # Making room for an older one may have sent this one away.
@@ -234,13 +236,13 @@ class Scheduler:
             wanted = sequence.request.max_new_tokens - sequence.sampled + sequence.unsure
             if wanted <= 0:
                 continue
-            count = more if more < wanted else wanted
+            count = most if most < wanted else wanted
             lacks_room = held + count > sequence.room < sequence.end
             if lacks_room and not self._grow(sequence, count, plan):
                 if len(self.running) > 1:
                     continue
-                # It is alone, and its windows' pages are too few for guesses.
-                plan.guesses, count = 0, 1
+                # It is alone, and its windows' pages are too few for more.
+                plan.more, count = 0, 1
                 if _end(sequence, 1) > sequence.room and not self._grow(sequence, 1, plan):
                     continue
             sequence.held = held + count
@@ -249,11 +251,11 @@ class Scheduler:
             plan.decoding.append(sequence)
             plan.counts.append(count)
 
-    def _settle_guesses(self, plan: Plan) -> None:
-        """Takes the guesses back unless the step has no prompts and all its sequences may guess."""
-        if not plan.pieces and all(sequence.can_guess for sequence in plan.decoding):
+    def _settle(self, plan: Plan) -> None:
+        """Takes back all but the first tokens if there are prompts, or a sequence gets one only."""
+        if not plan.pieces and all(sequence.takes_more for sequence in plan.decoding):
             return
-        plan.guesses = 0
+        plan.more = 0
         for sequence, count in zip(plan.decoding, plan.counts, strict=True):
             sequence.held -= count - 1
             sequence.sampled -= count - 1
@@ -419,7 +421,8 @@ class Scheduler:
     def _keep(self, group: Group, handle: int, sequence: Sequence) -> None:
         if group.prefixes is None:
             return
-        held = sequence.held - sequence.unsure
+        # A step that was planned before a request's end was known counts as held what is never fed.
+        held = min(sequence.held - sequence.unsure, sequence.end)
         if self._cache_results:
             tokens = sequence.tokens[:held]
         else:
@@ -481,7 +484,7 @@ class Scheduler:
         if sequence.prefilling:
             rest = group.pages_for(len(sequence.prompt)) - released
             return max(min(rest, self._most(group, sequence)) - has, 0)
-        ahead = 1 + self._limits.guesses
+        ahead = 1 + self._limits.more
         most = min(group.pages_for(sequence.end) - released, group.at_most(sequence.end, ahead))
         return int(most > has)
 

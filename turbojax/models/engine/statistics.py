@@ -50,6 +50,7 @@ class Counts:
     wait_seconds: float = 0.0
     steps_of_prompts: int = 0
     steps_of_speculation: int = 0
+    steps_of_several: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
     programs_compiled: int = 0
@@ -104,6 +105,7 @@ class EngineStatistics:
       wait_seconds: of `seconds` what the host waited for the device.
       steps_of_prompts: of `steps` those with tokens of prompts.
       steps_of_speculation: those with guesses.
+      steps_of_several: those that made several tokens of each sequence, without guesses.
       proposed_tokens: tokens that were guessed.
       accepted_tokens: guesses that were right.
       late_steps: of `steps` those that came when the device had done the one before.
@@ -140,6 +142,7 @@ class EngineStatistics:
     wait_seconds: float
     steps_of_prompts: int
     steps_of_speculation: int
+    steps_of_several: int
     proposed_tokens: int
     accepted_tokens: int
     programs_compiled: int
@@ -281,9 +284,9 @@ _WEIGHT = 0.25
 _FIRST_BYTES_PER_SECOND = 8e9
 # Steps with fewer tokens of prompts say little about how fast these run.
 _FEWEST_TOKENS = 32
-# Steps of guesses before they are compared with plain ones, and after how many steps the way that
+# Steps of several tokens before they are compared with plain ones, and after how many the way that
 # seemed to be slower is tried again.
-_FIRST_GUESSES, _TRY_AGAIN = 8, 32
+_FIRST_SEVERAL, _TRY_AGAIN = 8, 32
 
 
 class Costs:
@@ -291,7 +294,7 @@ class Costs:
 
     There are two such decisions: whether the pages of a request that leaves the pool are moved away
     and back or its tokens are computed again (never without `may_recompute`), and whether a step
-    has guesses.
+    gives several tokens of each sequence: guesses, or those of a launch.
     """
 
     def __init__(self, *, may_recompute: bool) -> None:
@@ -299,9 +302,9 @@ class Costs:
         self._bytes_per_second = _FIRST_BYTES_PER_SECOND
         self._tokens_per_second: float | None = None
         self._plain_seconds: float | None = None
-        self._guess_seconds: float | None = None
-        self._new_tokens = 1.0  # of a sequence in a step of guesses
-        self._guesses = self._asked = 0
+        self._several_seconds: float | None = None
+        self._new_tokens = 1.0  # of a sequence in a step of several
+        self._several = self._asked = 0
 
     def swapped(self, nbytes: int, seconds: float) -> None:
         """Notes that so many bytes came to host memory in this time."""
@@ -309,15 +312,15 @@ class Costs:
             self._bytes_per_second = _mean(self._bytes_per_second, nbytes / seconds)
 
     def stepped(
-        self, seconds: float, *, prompt_tokens: int, guesses: bool, sequences: int, new_tokens: int
+        self, seconds: float, *, prompt_tokens: int, several: bool, sequences: int, new_tokens: int
     ) -> None:
         """Notes a step's time; it ran `prompt_tokens`, and `sequences` got `new_tokens` in all."""
         if prompt_tokens >= _FEWEST_TOKENS and seconds > 0:
             self._tokens_per_second = _mean(self._tokens_per_second, prompt_tokens / seconds)
-        if guesses:
-            self._guesses += 1
+        if several:
+            self._several += 1
             self._new_tokens = _mean(self._new_tokens, new_tokens / max(sequences, 1))
-            self._guess_seconds = _mean(self._guess_seconds, seconds)
+            self._several_seconds = _mean(self._several_seconds, seconds)
         elif not prompt_tokens:
             self._plain_seconds = _mean(self._plain_seconds, seconds)
 
@@ -327,18 +330,20 @@ class Costs:
             return False
         return tokens / self._tokens_per_second < 2 * nbytes / self._bytes_per_second
 
-    def guessing_pays(self) -> bool:
-        """Whether the next step should be one of guesses; to be asked before each step.
+    def several_pay(self, gain: float = 1.0) -> bool:
+        """Whether the next step should give several tokens; to be asked before each step.
+
+        They must come at least `gain` times as fast as one by one.
 
         Guesses are right in one text and wrong in the next, and what they cost depends on how many
         sequences there are: so both ways are tried again now and then.
         """
         self._asked += 1
-        if self._guesses < _FIRST_GUESSES:
+        if self._several < _FIRST_SEVERAL:
             return True
-        if self._plain_seconds is None or self._guess_seconds is None:
+        if self._plain_seconds is None or self._several_seconds is None:
             return False
-        pays = self._new_tokens * self._plain_seconds >= self._guess_seconds
+        pays = self._new_tokens * self._plain_seconds >= gain * self._several_seconds
         return pays != (self._asked % _TRY_AGAIN == 0)
 
 

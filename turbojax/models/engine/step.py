@@ -351,23 +351,18 @@ def run_step(
     ) -> tuple[Pools, State, jax.Array | None, jax.Array | None]:
         work = unpack(packed, program)
         state = apply_changes(state, work.changes)
-        work = _without_those_that_are_done(work, state)
-        lengths = state.of(state.lengths, work.slots)
-        positions = jnp.where(work.positions >= 0, work.positions, lengths)
-        tokens = state.token_at(work.slots, positions)
-        attend = _attend(work, state, positions, program, windows, implementation, prompts)
-        hidden, caches = decoder.hidden(tokens[None], positions[None], attend, caches)
+        work = without_those_that_are_done(work, state)
+        caches, hidden = through_model(
+            decoder, caches, state, work, program, windows, implementation, prompts
+        )
         if is_draft:
             return caches, state, None, None
-        logits = decoder.local_logits(hidden[0][work.outputs])
+        logits = decoder.local_logits(hidden)
         rows = greedy_rows(len(work.outputs))
         chosen = vocabulary_of(decoder).sample(logits, rows, "greedy")
-        state = dataclasses.replace(state, lengths=state.lengths.at[work.slots].add(1, mode="drop"))
-        state = _chosen(state, work.owners, chosen)
-        # All layers of a group write to the same places, so that one of them counts for all.
-        lost = [caches[layers[0]].lost for layers in layers_of(decoder.config, windows)]
-        found = jnp.concatenate([chosen, jnp.sum(jnp.stack(lost))[None]])
-        return caches, state, logits, found
+        state = gone_on(state, work, chosen)
+        lost = count_lost(decoder, caches, windows)
+        return caches, state, logits, jnp.concatenate([chosen, lost[None]])
 
     held, of_logits = pool_specs(caches, decoder.axes), vocabulary_of(decoder).spec(2)
     results = (held, SAME, of_logits, SAME)
@@ -376,8 +371,36 @@ def run_step(
     return stepped
 
 
-def _without_those_that_are_done(work: Any, state: State) -> Any:
-    """Removes sequences that right guesses have ended, which the host does not know yet."""
+def through_model(
+    decoder: Decoder | QuantizedDecoder,
+    caches: Pools,
+    state: State,
+    work: Any,
+    program: PromptProgram,
+    windows: Windows,
+    implementation: str | None,
+    prompts: TurboConfig | None = None,
+) -> tuple[Pools, jax.Array]:
+    """A step's tokens through the model: the new pools, and the hidden states of the outputs."""
+    lengths = state.of(state.lengths, work.slots)
+    positions = jnp.where(work.positions >= 0, work.positions, lengths)
+    tokens = state.token_at(work.slots, positions)
+    attend = _attend(work, state, positions, program, windows, implementation, prompts)
+    hidden, caches = decoder.hidden(tokens[None], positions[None], attend, caches)
+    return caches, hidden[0][work.outputs]
+
+
+def count_lost(decoder: Decoder | QuantizedDecoder, caches: Pools, windows: Windows) -> jax.Array:
+    """How many tokens the pools could not store so far, counted in one layer of each group.
+
+    All layers of a group write to the same places, so that one of them counts for all.
+    """
+    lost = [caches[layers[0]].lost for layers in layers_of(decoder.config, windows)]
+    return jnp.sum(jnp.stack(lost))
+
+
+def without_those_that_are_done(work: Any, state: State) -> Any:
+    """Removes sequences that have all their tokens, which the host may not know yet."""
     is_done = (work.positions < 0) & (state.of(state.left, work.slots) <= 0)
     no_more = state.of(state.left, work.owners) <= 0
     return dataclasses.replace(
@@ -387,11 +410,13 @@ def _without_those_that_are_done(work: Any, state: State) -> Any:
     )
 
 
-def _chosen(state: State, owners: jax.Array, tokens: jax.Array) -> State:
-    """The state with the next tokens of slots."""
-    at = state.of(state.lengths, owners)
+def gone_on(state: State, work: Any, tokens: jax.Array) -> State:
+    """The state after a step: its tokens are in the pages, and its slots have their next ones."""
+    lengths, owners = state.lengths.at[work.slots].add(1, mode="drop"), work.owners
+    at = jnp.take(lengths, owners, mode="fill", fill_value=0)
     return dataclasses.replace(
         state,
+        lengths=lengths,
         history=state.history.at[owners, at].set(tokens, mode="drop"),
         left=state.left.at[owners].add(-1, mode="drop"),
     )

@@ -97,7 +97,7 @@ class Admission:
             text,
             None if request.constraint is None else request.constraint.begin(),
             is_plain=wanted.is_plain,
-            can_guess=wanted._replace(kind="greedy").is_plain,
+            takes_more=wanted._replace(kind="greedy").is_plain,
         )
 
 
@@ -162,8 +162,8 @@ class RequestTracker:
         # Counted in one layer of each group: all its layers write to the same places.
         if found[-1]:
             raise AssertionError(f"the pool lost {found[-1]} tokens: a page was missing")
-        if step.guesses:
-            self._collect_guesses(step, found[:-1].reshape(-1, step.guesses + 3).tolist())
+        if step.more:
+            self._collect_several(step, found[:-1].reshape(-1, step.more + 3).tolist())
             return
         tokens, done = (found if chosen is None else chosen.tokens).tolist(), Status.DONE
         for row, sequence in zip(step.rows, step.sequences, strict=True):
@@ -182,8 +182,8 @@ class RequestTracker:
         self._counts.wait_seconds += seconds
         return content_bytes(content), seconds
 
-    def _collect_guesses(self, step: Step, rows: list[list[int]]) -> None:
-        """Adds the tokens of a step with guesses, some of which may be wrong."""
+    def _collect_several(self, step: Step, rows: list[list[int]]) -> None:
+        """Adds the tokens of a step that gave several of each sequence; guesses may be wrong."""
         numbered = zip(step.rows, step.sequences, step.counts, strict=True)
         for row, sequence, most in numbered:
             if sequence.status is Status.DONE:
@@ -193,9 +193,9 @@ class RequestTracker:
             if sequence.unsure:  # 0 where it left meanwhile, to run its tokens again
                 sequence.held -= most - new
                 sequence.unsure -= most - 1
-            # There may have been fewer guesses than there was room for.
-            self._counts.proposed_tokens += max(fed - 1, 0)
-            self._counts.accepted_tokens += max(new - 1, 0)
+            if step.is_guessed:  # maybe fewer than there was room for
+                self._counts.proposed_tokens += max(fed - 1, 0)
+                self._counts.accepted_tokens += max(new - 1, 0)
             for token in tokens[:new]:
                 if not self._add_token(sequence, token, None):
                     break
