@@ -266,7 +266,7 @@ def test_lowers(shape, scales, activation, is_rounded):
 
 
 def interleaved(codes, columns, groups):
-    """Codes ``[M, inputs]`` as `load_rounded` leaves them, by the definition."""
+    """Codes ``[M, inputs]`` as `Loads.finish` leaves them, by the definition."""
     out = np.zeros((groups, columns, 128), np.uint8)
     padded = np.zeros((columns, groups * 128), np.uint8)
     # The sign of NaN is the device's.
@@ -285,13 +285,13 @@ def rounded(monkeypatch, x, r):
     for module in (rounding, eight_bits):
         monkeypatch.setattr(module, "lane", warp)
     monkeypatch.setattr(rounding, "ClusterPointer", programs.ClusterPointer)
-    sizes = (r.groups * r.columns * 128, r.columns * 4, r.columns * 4)
+    sizes = (r.groups * r.columns * 128, r.columns * 4, max(r.columns, r.warps) * 4)
     ends = [sum(sizes[: i + 1]) for i in range(3)]
     given = warp.Pointer(np.asarray(x).reshape(-1).view(np.uint8))
 
     def body(rank, shared):
         places = (shared, shared.at(warp.integer(ends[0])), shared.at(warp.integer(ends[1])))
-        rounding.load_rounded(given, warp.integer(rank * r.groups), *places, r)
+        rounding.Loads.start(given, warp.integer(rank * r.groups), r).finish(*places)
 
     options = {"programs": r.parts, "warps": r.warps, "shared": ends[2]}
     programs.run(monkeypatch, body, **options)
@@ -307,6 +307,7 @@ def rounded(monkeypatch, x, r):
         (1, 384, 8, 1, 1, jnp.bfloat16),
         (5, 200, 8, 2, 2, jnp.float16),
         (16, 1280, 16, 4, 2, jnp.bfloat16),
+        (3, 1280, 8, 4, 1, jnp.bfloat16),
         (33, 264, 64, 4, 4, jnp.bfloat16),
     ],
 )
@@ -328,9 +329,13 @@ def test_the_bits_of_the_definition(monkeypatch, tokens, inputs, columns, warpgr
 
 
 def test_words_that_a_lane_holds():
-    """Those of 16 tokens of a Llama's down product, in a cluster of 8; and a whole token's."""
+    """Those of 16 tokens of a Llama's down product, in a cluster of 8; and of whole tokens."""
     assert Rounding("bfloat16", 16, 14336, 16, 14, 8, 4).held == 7
-    assert Rounding("bfloat16", 1, 4096, 8, 32, 1, 4).held == 16
+    assert Rounding("bfloat16", 16, 4096, 16, 32, 1, 4).held == 16
+    assert Rounding("bfloat16", 17, 4096, 32, 32, 1, 4).held == 32
+    # All warps share one token, five of them each of three.
+    assert Rounding("bfloat16", 1, 4096, 8, 32, 1, 4).held == 1
+    assert Rounding("bfloat16", 3, 4096, 8, 32, 1, 4).held == 4
 
 
 # How many kernels a layer takes -------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 Roofline, for weights of 14336 x 4096 on an H200: 30 MB, 7 us; conversion takes 112 of some 240
 clocks that a tile has, products 64 for 16 tokens and 256 for 64. Target: 13 us for 16 tokens, 12.5
-for one, 15 for 64. Seen: 12.2, 11.7 and 20.1. Of 14.1 us 11.2 are left without conversion, 12.9
-without adding up a cluster's sums.
+for one, 15 for 64. Seen: 12.1, 11.1 and 19.7; of tokens that it rounds 12.9 and 11.5. Memory does
+not bound it (with weights in L2 11.4 for 16), nor do products (half of them 19.3 for 64).
 
 Every warpgroup takes 64 rows and a share of the inputs, one tile after the other. One of its lanes
-copies tiles ahead to slots of its own; nobody else waits for them. Weights are rows of the product
-and come from registers, where they are converted; tokens are columns, and lie in shared memory for
-as many inputs as fit. Warpgroups that share rows are of one program, or of a cluster of them; their
+copies tiles ahead to slots of its own; nobody else waits for them. Loads of tokens start before, as
+those that are not in L2 seem to wait for all of these copies. Weights are rows of the product and
+come from registers, where they are converted; tokens are columns, and lie in shared memory for as
+many inputs as fit. Warpgroups that share rows are of one program, or of a cluster of them; their
 sums are added up in the order of the inputs. How many there are follows from the weight's shape
 alone, so a token's result does not depend on other tokens.
 
@@ -35,7 +36,7 @@ from jax import lax
 from pallas_kernels.mosaic import lane, lanes
 from pallas_kernels.mosaic.hopper.matmul import epilogue
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
-from pallas_kernels.mosaic.hopper.matmul.rounding import Rounding, load_rounded
+from pallas_kernels.mosaic.hopper.matmul.rounding import Loads, Rounding
 from pallas_kernels.mosaic.lane import ClusterPointer, Float, Int, Pointer
 from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
@@ -70,6 +71,10 @@ class Settings:
     def token_bytes(self) -> int:
         return self.tokens * GROUP
 
+    def is_whole(self, groups: int) -> bool:
+        """Whether all of a program's tokens are in shared memory at a time."""
+        return self.part_of(groups) <= self.resident
+
     def part_of(self, groups: int) -> int:
         """The most groups of inputs that a program has."""
         return -(-groups // self.parts)
@@ -101,7 +106,7 @@ class Memory(NamedTuple):
     factors: int  # float32 scales of each warpgroup's outputs, then their biases
     tables: int  # of products of scales and codes
     token_scales: int  # float32
-    maxima: int  # of tokens that are rounded here
+    maxima: int  # of tokens that are rounded here, or of warps' shares of them
     barriers: int  # eight bytes for each slot of each warpgroup
     size: int
 
@@ -115,7 +120,7 @@ class Memory(NamedTuple):
             s.warpgroups * 2 * ROWS * 4,
             _TABLES_BYTES,
             s.tokens * 4,
-            s.tokens * 4,
+            max(s.tokens, THREADS // 32 * s.warpgroups) * 4,
             s.warpgroups * s.stages * 8,
         )
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -259,37 +264,71 @@ class Weights:
 # Tokens ------------------------------------------------------------------------------------------
 
 
-def load_tokens(a: Arrays, first: Int, groups: int, target: Pointer, s: Settings) -> None:
-    """Loads groups of tokens as the right operand, by all lanes; zeros where there are none."""
-    per_token = groups * _CHUNKS
-    total, threads = s.tokens * per_token, THREADS * s.warpgroups
-    thread = lane.thread()
-    batch = min(_AHEAD, -(-total // threads))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokens:
+    """A lane's loads of groups of e4m3 tokens, 16 bytes each, the first of them on their way.
 
-    def some(start: Int | int) -> None:
-        places, words = [], []
-        for i in range(batch):
-            number = thread + (i * threads) + start
-            token, chunk = number // per_token, number % per_token
-            byte = first * GROUP + (chunk << 4)
+    They become the right operand, with zeros where there are no tokens or inputs.
+    """
+
+    a: Arrays
+    first: Int  # the first of the groups
+    groups: int
+    s: Settings
+    words: list[list[Int]]  # of the first loads
+
+    @classmethod
+    def start(cls, a: Arrays, first: Int, groups: int, s: Settings) -> "Tokens":
+        tokens = cls(a, first, groups, s, words=[])
+        tokens.words.extend(tokens._load(0))
+        return tokens
+
+    def finish(self, target: Pointer) -> None:
+        """Stores them, and loads and stores the others."""
+        self._store(0, self.words, target)
+        step = self._threads * self._batch
+        if self._total <= step:
+            return
+
+        def more(start: Int, state: list[Any]) -> list[Any]:
+            self._store(start, self._load(start), target)
+            return state
+
+        lane.loop(lane.integer(step), lane.integer(self._total), step, [], more)
+
+    @property
+    def _threads(self) -> int:
+        return THREADS * self.s.warpgroups
+
+    @property
+    def _total(self) -> int:
+        return self.s.tokens * self.groups * _CHUNKS
+
+    @property
+    def _batch(self) -> int:
+        return min(_AHEAD, -(-self._total // self._threads))
+
+    def _numbers(self, start: Int | int) -> list[tuple[Int, Int, Int]]:
+        """Of each load of a batch its number, and of which token and chunk it is."""
+        per_token = self.groups * _CHUNKS
+        numbers = [lane.thread() + i * self._threads + start for i in range(self._batch)]
+        return [(number, number // per_token, number % per_token) for number in numbers]
+
+    def _load(self, start: Int | int) -> list[list[Int]]:
+        a, found = self.a, []
+        for _, token, chunk in self._numbers(start):
+            byte = self.first * GROUP + (chunk << 4)
             is_there = (token < a.tokens) & (byte < a.inputs)
             source = a.x.times(is_there.where(token, 0), a.inputs).at(is_there.where(byte, 0))
-            words.append([is_there.where(x, 0) for x in source.words(4)])
-            place = (chunk >> 3) * s.token_bytes + token * GROUP
-            places.append((number < total, place + (((chunk ^ token) & 7) << 4)))
-        for (is_mine, place), four in zip(places, words, strict=True):
-            with lane.when(is_mine):
-                target.at(place).store_words(four)
+            words = source.words_once(4, is_there)
+            found.append([is_there.where(x, 0) for x in words])
+        return found
 
-    if total <= threads * batch:
-        some(0)
-        return
-
-    def step(start: Int, state: list[Any]) -> list[Any]:
-        some(start)
-        return state
-
-    lane.loop(lane.integer(0), lane.integer(total), threads * batch, [], step)
+    def _store(self, start: Int | int, words: list[list[Int]], target: Pointer) -> None:
+        for (number, token, chunk), four in zip(self._numbers(start), words, strict=True):
+            place = (chunk >> 3) * self.s.token_bytes + token * GROUP
+            with lane.when(number < self._total):
+                target.at(place + (((chunk ^ token) & 7) << 4)).store_words(four)
 
 
 def load_token_scales(a: Arrays, target: Pointer, s: Settings) -> None:
@@ -326,6 +365,8 @@ def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
         here=here,
         s=s,
     )
+    # Before the copies of weights, which memory seems to serve first otherwise.
+    finish = _start_tokens(a, work, smem, s)
     with lane.when((lane.thread() & (THREADS - 1)).equals(0)):
         weights.begin()
     if a.tables is not None:
@@ -335,8 +376,39 @@ def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
             smem.at(lane.integer(m.tables)).at(place).store_words(words)
     if s.rounding is None:
         load_token_scales(a, smem.at(lane.integer(m.token_scales)), s)
+    finish()
     sums = _accumulate(a, weights, smem, s)
     _write(a, sums, weights, smem.at(lane.integer(m.token_scales)), ids[1], s)
+
+
+def _start_tokens(a: Arrays, work: Work, smem: Pointer, s: Settings) -> Callable[[], None]:
+    """Starts to load a program's tokens to shared memory, if all of them fit; returns the rest."""
+    if not s.is_whole(a.groups):
+        return lambda: None
+    m = Memory.of(s, a.groups, a.scale_bytes)
+    rounded = None if s.rounding is None else Loads.start(a.x, work.first, s.rounding)
+    tokens = None if rounded else Tokens.start(a, work.first, s.resident, s)
+
+    def finish() -> None:
+        if rounded:
+            rounded.finish(smem, *(smem.at(lane.integer(x)) for x in (m.token_scales, m.maxima)))
+        if tokens:
+            tokens.finish(smem)
+        lane.publish_stores()
+        lane.block_barrier()
+
+    return finish
+
+
+def _load_tokens(a: Arrays, work: Work, first: Int, smem: Pointer, s: Settings) -> None:
+    """Loads as many tokens as fit to shared memory, of each share from its group `first` on."""
+    lane.block_barrier()
+    for i in range(s.splits):
+        own = s.resident // s.splits
+        target = smem.at(lane.integer(i * own * s.token_bytes))
+        Tokens.start(a, work.begin_of(a, i, s) + first, own, s).finish(target)
+    lane.publish_stores()
+    lane.block_barrier()
 
 
 def _accumulate(a: Arrays, weights: Weights, smem: Pointer, s: Settings) -> list[Float]:
@@ -353,36 +425,17 @@ def _accumulate(a: Arrays, weights: Weights, smem: Pointer, s: Settings) -> list
         return [*sums, is_last.where(0, slot + 1), is_last.where(parity ^ 1, parity)]
 
     def round_of(first: Int, carry: list[Any]) -> list[Any]:
-        lane.block_barrier()
-        _load(a, weights.work, first, smem, s)
+        _load_tokens(a, weights.work, first, smem, s)
         end = (first + together).minimum(weights.work.count)
         before = weights.work.split * together - first
         return lane.loop(first, end, 1, carry, lambda i, x: step(i, x, before))
 
     carry = [*[lane.number(0.0)] * (s.tokens // 2), zero, zero]
-    if s.part_of(a.groups) > s.resident:
+    if not s.is_whole(a.groups):
         rounds = lane.integer(s.share_of(a.groups))
         return lane.loop(zero, rounds, together, carry, round_of)[:-2]
-    _load(a, weights.work, zero, smem, s)
     before = weights.work.begin - weights.work.first
     return lane.loop(zero, weights.work.count, 1, carry, lambda i, x: step(i, x, before))[:-2]
-
-
-def _load(a: Arrays, work: Work, first: Int, smem: Pointer, s: Settings) -> None:
-    """Loads tokens of the program's groups to shared memory, of each share from its `first` on."""
-    if s.rounding is not None:
-        m = Memory.of(s, a.groups, a.scale_bytes)
-        places = [smem.at(lane.integer(x)) for x in (m.token_scales, m.maxima)]
-        load_rounded(a.x, work.first, smem, places[0], places[1], s.rounding)
-    elif s.part_of(a.groups) > s.resident:
-        for i in range(s.splits):
-            own = s.resident // s.splits
-            begin = work.begin_of(a, i, s) + first
-            load_tokens(a, begin, own, smem.at(lane.integer(i * own * s.token_bytes)), s)
-    else:
-        load_tokens(a, work.first, s.resident, smem, s)
-    lane.publish_stores()
-    lane.block_barrier()
 
 
 def _add(
