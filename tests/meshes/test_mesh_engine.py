@@ -150,7 +150,8 @@ def test_replicas_of_several_devices_each(model, alone):
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize(
-    "kind", ["int4", "latent", "windows", "turbo4", "ngram", "draft", "padded vocabulary"]
+    "kind",
+    ["int4", "latent", "windows", "turbo4", "ngram", "draft", "together", "padded vocabulary"],
 )
 def test_other_models_and_settings(model, kind):
     options, config = {}, TINY
@@ -162,7 +163,7 @@ def test_other_models_and_settings(model, kind):
         config = dataclasses.replace(TINY, vocab_size=95)
     elif kind == "turbo4":
         options = {"kv_dtype": "turbo4"}
-    elif kind in ("ngram", "draft"):
+    elif kind in ("ngram", "draft", "together"):
         options = {"reproducible": False, "max_sequences": 2, "step_tokens": 16}
     whole = models.random_decoder(config, dtype=jnp.float32)
     if kind == "int4":
@@ -170,7 +171,9 @@ def test_other_models_and_settings(model, kind):
         whole = models.random_quantized_decoder(config, dtype=jnp.float32)
         whole = whole.with_activations("bf16")
     wanted = [x for x in WANTED if max(x.tokens) < config.vocab_size]
-    if kind in ("ngram", "draft"):
+    if kind == "together":
+        options["tokens_together"] = 3
+    if kind in ("ngram", "draft", "together"):
         wanted = wanted[:2]
 
     def texts(part):

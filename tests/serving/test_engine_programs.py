@@ -92,6 +92,7 @@ def drawn(request: Request, number: int) -> Request:
 OPTIONS = {
     "plain": {},
     "ngram": {"speculation": NGram(3)},
+    "together": {"tokens_together": 4},
     "reproducible": {"reproducible": True},
     "draft": {"speculation": 3},
 }
@@ -99,7 +100,8 @@ OPTIONS = {
 
 @pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
-    "name", ["plain", "ngram", "reproducible", pytest.param("draft", marks=pytest.mark.slow)]
+    "name",
+    ["plain", "ngram", "together", "reproducible", pytest.param("draft", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("only_greedy", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_step_compiles_after_compile(model, name, only_greedy, caplog):

@@ -1,4 +1,4 @@
-"""Speculation on real models: texts are those without, whatever is guessed and pages hold."""
+"""Several tokens at a time on real models: texts are those of one, whatever pages hold."""
 
 import dataclasses
 import functools
@@ -50,7 +50,7 @@ def one_size():
     """Programs of one size, as each takes a second to compile; guesses whatever they cost."""
     with (
         mock.patch.object(engine, "decode_sizes", side_effect=lambda slots: (slots,)),
-        mock.patch.object(statistics.Costs, "guessing_pays", return_value=True),
+        mock.patch.object(statistics.Costs, "several_pay", return_value=True),
     ):
         yield
 
@@ -98,8 +98,35 @@ def test_texts_are_those_without_guesses(kv_dtype, how):
         assert after.acceptance_rate < 0.8
 
 
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+def test_texts_are_those_of_launches_of_one_token(kv_dtype):
+    """Also of requests that end within a launch, and that come while one runs."""
+    made = make(model(), kv_dtype=kv_dtype, tokens_together=4, **SIZES)
+    assert texts(made) == without(kv_dtype)
+    after = made.statistics()
+    # Others wait at first, then all but the last tokens of three come in fours.
+    assert 5 <= after.steps_of_several < after.steps < after.new_tokens / 3
+    assert (after.steps_of_speculation, after.proposed_tokens) == (0, 0)
+    ends = without(kv_dtype)[0][5]
+    stopped = dataclasses.replace(WANTED[0], stop_tokens=(ends,))
+    number = made.add(stopped)
+    result = made.run()[number]
+    assert result.finish_reason == "stop"
+    assert result.tokens == without(kv_dtype)[0][: without(kv_dtype)[0].index(ends) + 1]
+
+
+def test_launches_of_several_tokens_are_refused_beside_what_excludes_them():
+    with pytest.raises(ValueError, match="tokens_together=2 must be 1 with reproducible=True"):
+        make(model(), tokens_together=2, reproducible=True, **SIZES)
+    with pytest.raises(ValueError, match="tokens_together=2 must be 1 with speculation"):
+        make(model(), tokens_together=2, speculation=NGram(2), **SIZES)
+    with pytest.raises(ValueError, match="tokens_together=0"):
+        make(model(), tokens_together=0, **SIZES)
+
+
 @pytest.mark.fuzz
-@pytest.mark.parametrize("how", ["ngram", "itself"])
+@pytest.mark.parametrize("how", ["ngram", "itself", "together"])
 @pytest.mark.parametrize(
     ("windows", "options"),
     [
@@ -114,12 +141,13 @@ def test_texts_of_other_pools_are_those_without_guesses(windows, options, how):
     config = dataclasses.replace(TINY, num_layers=len(windows), local_windows=windows)
     decoder = models.random_decoder(config, dtype=jnp.float32)
     options = {"kv_dtype": "turbo4", **SIZES, **options}
-    guesses = NGram(3, shortest=1) if how == "ngram" else Draft(decoder, 3)
-    made = make(decoder, speculation=guesses, **options)
+    guesses = {"ngram": NGram(3, shortest=1), "itself": Draft(decoder, 3), "together": None}[how]
+    together = 4 if how == "together" else None
+    made = make(decoder, speculation=guesses, tokens_together=together, **options)
     wanted = [dataclasses.replace(request, max_new_tokens=36) for request in WANTED[:4]]
     assert texts(made, wanted) == texts(make(decoder, **options), wanted)
     after = made.statistics()
-    assert after.accepted_tokens > 0
+    assert after.accepted_tokens + after.steps_of_several > 0
     assert (after.preemptions > 0) == (made.statistics().pages == 6)
 
 
