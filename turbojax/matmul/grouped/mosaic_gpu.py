@@ -52,6 +52,8 @@ class Launch(NamedTuple):
     consumers: int
     stages: int
     is_two_level: bool
+    loop: str = "new"
+    fine: bool = True
 
 
 def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -> Launch:

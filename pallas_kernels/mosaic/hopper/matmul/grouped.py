@@ -120,8 +120,8 @@ TABLES_BYTES = TABLES * TABLE_BYTES  # shared memory that the tables take
 _SWIZZLE = (plgpu.SwizzleTransform(GROUP),)
 # Tokens that are written at a time.
 _MOST_WRITTEN = 64
-# Tokens that are copied at least.
-_FEWEST = 8
+# Products have multiples of this many tokens, and so many eighths of the most that a tile has.
+_FEWEST, _EIGHTHS = 8, (2, 3, 4, 5, 6, 8)
 # Bytes that a lane writes at a time, and lanes of a warpgroup.
 _CHUNK, _THREADS = 16, 128
 
@@ -136,6 +136,16 @@ class Settings:
     # unit, whose additions keep about 14 bits. Scales of 16 bits need it.
     is_two_level: bool
     programs: int = 132  # how many run side by side, one to a multiprocessor
+    loop: str = "new"  # EXPERIMENT
+    fine: bool = True  # EXPERIMENT
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """How many tokens a tile's products may have, ascending: the fewest that are enough."""
+        if not self.fine:
+            return (self.tokens,)
+        eighths = (self.tokens * n // 8 for n in _EIGHTHS)
+        return tuple(n for n in eighths if n % _FEWEST == 0)
 
     @property
     def written(self) -> int:
@@ -157,7 +167,7 @@ class Settings:
             TABLES_BYTES * has_tables,
             4 * Plan.size(experts),
         ]
-        return sum(-(-size // 1024) * 1024 for size in buffers) + 8 * (2 * self.stages + 3)
+        return sum(-(-size // 1024) * 1024 for size in buffers) + 8 * (2 * self.stages + 3 + self.consumers)
 
 
 class Arrays(NamedTuple):
@@ -189,6 +199,7 @@ class Memory(NamedTuple):
     tile_ready: Ref
     tile_free: Ref
     tables_ready: Ref
+    turns: Ref
 
 
 class Work(NamedTuple):
@@ -209,18 +220,25 @@ def _work(number: jax.Array, p: Plan, across: int, s: Settings) -> Work:
     expert = p.expert(lax.div(number, jnp.int32(across)))
     start = p.tile(expert)
     within, of_expert = number - start * across, p.tile(expert + 1) - start
-    token = p.token(expert) + lax.rem(within, of_expert) * s.tokens
-    count = jnp.minimum(p.token(expert + 1) - token, jnp.int32(s.tokens))
+    # Equal parts, so that none is much smaller than its product; in whole multiples none is empty.
+    share = pl.cdiv(p.token(expert + 1) - p.token(expert), of_expert)
+    share = jnp.bitwise_and(share + (_FEWEST - 1), -_FEWEST)
+    if s.loop == "old":  # EXPERIMENT
+        share = jnp.int32(s.tokens)
+    token = p.token(expert) + lax.rem(within, of_expert) * share
+    count = jnp.minimum(p.token(expert + 1) - token, share)
     return Work(expert, token, count, lax.div(within, of_expert))
 
 
-def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
-    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
+def _start(words: jax.Array, x: Ref, width: int, total: jax.Array | None) -> jax.Array:
+    """Starts a group's product with the first `width` tokens of `x`."""
+    kind = ring.array((ROWS, width), jnp.float32)
     arrays = [words] if total is None else [words, total]
     types = (plgpu.RefType(_SWIZZLE), *[plgpu.Layout.WGMMA] * len(arrays))
 
     def run(x: Any, words: Any, *total: Any) -> Any:
         # Rows of 128 bytes: eight of them are a tile.
+        x = mgpu.memref_slice(x, slice(0, width))
         x = mgpu.memref_unsqueeze(mgpu.memref_unfold(x, 0, (None, 8)), 1)
         return wgmma.start(words, x, swizzle=128, total=total[0] if total else None)
 
@@ -248,7 +266,7 @@ def _write(
     per_token = e.outputs // 32
     size = span[1] * per_token
     for begin in range(0, size, 32):
-        chunk = (number & (min(size, 32) - 1)) + begin
+        chunk = (number & (pl.next_power_of_2(min(size, 32)) - 1)) + begin
         row = chunk >> (per_token - 1)
         byte = (warp * per_token + (chunk & (per_token - 1))) * _CHUNK
         words = out.at(epilogue.place(row, byte, e)).words(4)
@@ -261,7 +279,7 @@ def _store(
     total: jax.Array, work: Work, me: jax.Array, m: Memory, a: Arrays, rows: int, s: Settings
 ) -> None:
     """Writes a warpgroup's outputs, except for rows that the experts do not have."""
-    e = s.epilogue
+    e, width = s.epilogue, total.shape[1]
     row = (work.tile * s.consumers + me) * ROWS
     count = jnp.where(row < rows, work.size, 0)
     numbers = work.expert * rows + row, row * e.outputs // ROWS, work.token, count
@@ -271,8 +289,8 @@ def _store(
     def run(total: Any, base: Any, column: Any, token: Any, count: Any, *refs: Any) -> None:
         out, scales, target, output_scales, *bias = refs
         column, token, count = (lane.scalar(x) for x in (column, token, count))
-        for first in range(0, s.tokens, s.written):
-            span = (first, s.written)
+        for first in range(0, width, s.written):
+            span = (first, min(s.written, width - first))
             factors = output_scales, bias[0] if bias else None
             epilogue.finish(total, span, scales, *factors, out, base, e)
             lane.warp_barrier()
@@ -313,44 +331,63 @@ def _consume(
 ) -> None:
     groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
     steps, weights = share.count * groups, (m.codes, m.scales, *m.tables)
-    zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
+    turns = ring.Turns(m.turns if s.loop == "new" else None, me, s.consumers)
 
     def wait(step: jax.Array, slot: jax.Array) -> None:
         @pl.when(step < steps)
         def _() -> None:
             plgpu.barrier_wait(m.ready.at[slot])
 
-    def tile(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        work = _work(share.number(i), p, across, s)
-
+    def tile(i: jax.Array, work: Work, width: int, carry: Any) -> tuple[jax.Array, ...]:
         def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             total, words, unit, slot = carry
             following = ring.next_slot(slot, s.stages)
-            product = _start(words, m.x.at[slot], None if s.is_two_level else total)
+            if s.loop != "old":
+                words = program.settle(words, slot)
+            x = m.x.at[slot]
+            product = _start(words, x, width, None if s.is_two_level else total)
+            turns.hand_on()
             wait(i * groups + g + 1, following)
             # While the product is in flight. After the very last this converts stale memory.
             words, next_unit = program.operand(weights, following, me)
+            pl.when(g + 1 < groups)(turns.wait)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(m.free.at[slot])
             if s.is_two_level:
                 product = total + product * lax.broadcast_in_dim(unit, product.shape, (0,))
             return product, words, next_unit, following
 
-        total = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+        turns.wait()
+        total = ring.full(0.0, (ROWS, width))
         total, *rest = lax.fori_loop(jnp.int32(0), groups, step, (total, *carry))
         _store(total, work, me, m, a, rows, s)
         return tuple(rest)
 
+    def any_tile(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        work = _work(share.number(i), p, across, s)
+        wide = [functools.partial(tile, i, work, width) for width in s.widths]
+        out: tuple[jax.Array, ...] = lax.switch(_width(work.size, s), wide, carry)
+        return out
+
     first = jnp.int32(0)
+    turns.begin()
     wait(first, first)
-    lax.fori_loop(first, share.count, tile, (*program.operand(weights, first, me), first))
+    lax.fori_loop(first, share.count, any_tile, (*program.operand(weights, first, me), first))
     _fill(me, p, a, s)
+
+
+def _width(size: jax.Array, s: Settings) -> jax.Array:
+    """The number of the width for this many tokens."""
+    fewer = [(size > width).astype(jnp.int32) for width in s.widths[:-1]]
+    return sum(fewer, jnp.int32(0))
 
 
 def _copy_tokens(work: Work, g: jax.Array, x: Ref, target: Ref, ready: Ref, s: Settings) -> None:
     """Copies a group's inputs of the tile's tokens, and of a few tokens more."""
-    sizes = [n for n in (s.tokens // 4, s.tokens // 2, s.tokens) if n >= _FEWEST]
-    for fewer, size in zip([0, *sizes], sizes, strict=False):
+    sizes = s.widths
+    if s.loop == "old" and not s.fine:  # EXPERIMENT
+        sizes = [n for n in (s.tokens // 4, s.tokens // 2, s.tokens) if n >= _FEWEST]
+    for fewer, size in zip((0, *sizes), sizes, strict=False):
 
         @pl.when((work.size > fewer) & (work.size <= size))
         def _(size: int = size) -> None:
@@ -451,6 +488,7 @@ def _kernel(*refs: Ref, rows: int, s: Settings, has_tables: bool) -> None:
             tile_ready=barrier(),
             tile_free=barrier(num_arrivals=s.consumers),
             tables_ready=barrier(),
+            turns=ring.Turns.memory(s.consumers),
         ),
         collective_axes="warpgroup",
     )
