@@ -52,7 +52,7 @@ class Launch(NamedTuple):
     consumers: int
     stages: int
     is_two_level: bool
-    loop: str = "new"
+    loop: str = "settle"
     fine: bool = True
 
 

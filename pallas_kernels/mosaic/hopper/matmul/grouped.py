@@ -79,7 +79,7 @@ def make_plan(sizes: Pointer, held: Pointer, experts: int, rows: int, tile: int)
     """Writes a `Plan` to `held`; one warp calls it.
 
     `sizes` are int32 in global memory, of each expert's group; if they are negative or hold more
-    than `rows` tokens, they are not valid. `tile` is a tile's tokens, a power of two.
+    than `rows` tokens, they are not valid. `tile` is the most tokens of a tile.
     """
     number, each = lane.special("laneid"), -(-experts // _LANES)
     tokens = tiles = lane.integer(0)
@@ -90,7 +90,7 @@ def make_plan(sizes: Pointer, held: Pointer, experts: int, rows: int, tile: int)
         size = sizes.at(expert.minimum(experts - 1) << 2).word()
         size = (expert < experts).where(size, 0)
         is_bad = is_bad | (size < 0) | (size > rows)
-        tokens, tiles = tokens + size, tiles + ((size + (tile - 1)) >> (tile.bit_length() - 1))
+        tokens, tiles = tokens + size, tiles + (size + (tile - 1)) // tile
         mine.append((expert, tokens, tiles))
     all_tokens, all_tiles = _running(tokens, number), _running(tiles, number)
     before = all_tokens - tokens, all_tiles - tiles
@@ -136,12 +136,12 @@ class Settings:
     # unit, whose additions keep about 14 bits. Scales of 16 bits need it.
     is_two_level: bool
     programs: int = 132  # how many run side by side, one to a multiprocessor
-    loop: str = "new"  # EXPERIMENT
+    loop: str = "settle"  # EXPERIMENT
     fine: bool = True  # EXPERIMENT
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """How many tokens a tile's products may have, ascending: the fewest that are enough."""
+        """How many tokens a tile's product may have, ascending."""
         if not self.fine:
             return (self.tokens,)
         eighths = (self.tokens * n // 8 for n in _EIGHTHS)
@@ -167,7 +167,7 @@ class Settings:
             TABLES_BYTES * has_tables,
             4 * Plan.size(experts),
         ]
-        return sum(-(-size // 1024) * 1024 for size in buffers) + 8 * (2 * self.stages + 3 + self.consumers)
+        return sum(-(-size // 1024) * 1024 for size in buffers) + 8 * (2 * self.stages + 3)
 
 
 class Arrays(NamedTuple):
@@ -199,7 +199,6 @@ class Memory(NamedTuple):
     tile_ready: Ref
     tile_free: Ref
     tables_ready: Ref
-    turns: Ref
 
 
 class Work(NamedTuple):
@@ -223,26 +222,31 @@ def _work(number: jax.Array, p: Plan, across: int, s: Settings) -> Work:
     # Equal parts, so that none is much smaller than its product; in whole multiples none is empty.
     share = pl.cdiv(p.token(expert + 1) - p.token(expert), of_expert)
     share = jnp.bitwise_and(share + (_FEWEST - 1), -_FEWEST)
-    if s.loop == "old":  # EXPERIMENT
-        share = jnp.int32(s.tokens)
     token = p.token(expert) + lax.rem(within, of_expert) * share
     count = jnp.minimum(p.token(expert + 1) - token, share)
     return Work(expert, token, count, lax.div(within, of_expert))
 
 
-def _start(words: jax.Array, x: Ref, width: int, total: jax.Array | None) -> jax.Array:
-    """Starts a group's product with the first `width` tokens of `x`."""
-    kind = ring.array((ROWS, width), jnp.float32)
-    arrays = [words] if total is None else [words, total]
-    types = (plgpu.RefType(_SWIZZLE), *[plgpu.Layout.WGMMA] * len(arrays))
+def _start(
+    words: jax.Array, x: Ref, size: jax.Array, sums: jax.Array, s: Settings
+) -> jax.Array:
+    """Starts a group's product; `sums` are added to, unless sums have two levels.
 
-    def run(x: Any, words: Any, *total: Any) -> Any:
+    It has as many of the tokens of `x` as `sums`; if that is all of them, the first `size`, or a
+    few more, of which the others' sums stay as they are.
+    """
+    width = sums.shape[1]
+    arrays = [words] if s.is_two_level else [words, sums]
+    types = (plgpu.RefType(_SWIZZLE), SCALAR, *[plgpu.Layout.WGMMA] * len(arrays))
+
+    def run(x: Any, size: Any, words: Any, *sums: Any) -> Any:
+        chosen = {} if s.is_two_level else {"widths": s.widths, "columns": lane.scalar(size).value}
         # Rows of 128 bytes: eight of them are a tile.
         x = mgpu.memref_slice(x, slice(0, width))
         x = mgpu.memref_unsqueeze(mgpu.memref_unfold(x, 0, (None, 8)), 1)
-        return wgmma.start(words, x, swizzle=128, total=total[0] if total else None)
+        return wgmma.start(words, x, swizzle=128, total=sums[0] if sums else None, **chosen)
 
-    return ring.inline(run, types, kind)(x, *arrays)
+    return ring.inline(run, types, ring.array(sums.shape, jnp.float32))(x, size, *arrays)
 
 
 def _write(
@@ -285,22 +289,28 @@ def _store(
     numbers = work.expert * rows + row, row * e.outputs // ROWS, work.token, count
     refs = [m.out.at[me], m.token_scales, a.out, a.output_scales]
     refs += [a.bias] if e.has_bias else []
+    types = (plgpu.Layout.WGMMA, *[SCALAR] * 4, *[plgpu.RefType()] * len(refs))
 
-    def run(total: Any, base: Any, column: Any, token: Any, count: Any, *refs: Any) -> None:
+    def write(
+        first: int, total: Any, base: Any, column: Any, token: Any, count: Any, *refs: Any
+    ) -> None:
         out, scales, target, output_scales, *bias = refs
         column, token, count = (lane.scalar(x) for x in (column, token, count))
-        for first in range(0, width, s.written):
-            span = (first, min(s.written, width - first))
-            factors = output_scales, bias[0] if bias else None
-            epilogue.finish(total, span, scales, *factors, out, base, e)
-            lane.warp_barrier()
-            places = Pointer.to(out), Pointer.to(target)
-            _write(*places, a.out.shape[1], span, token, count, column, e)
-            lane.warp_barrier()
+        span = (first, min(s.written, width - first))
+        factors = output_scales, bias[0] if bias else None
+        epilogue.finish(total, span, scales, *factors, out, base, e)
+        lane.warp_barrier()
+        places = Pointer.to(out), Pointer.to(target)
+        _write(*places, a.out.shape[1], span, token, count, column, e)
+        lane.warp_barrier()
 
     plgpu.barrier_wait(m.tile_ready)
-    types = (plgpu.Layout.WGMMA, *[SCALAR] * 4, *[plgpu.RefType()] * len(refs))
-    ring.inline(run, types)(total, *numbers, *refs)
+    for first in range(0, width, s.written):
+
+        @pl.when(first < count)
+        def _(first: int = first) -> None:
+            ring.inline(functools.partial(write, first), types)(total, *numbers, *refs)
+
     plgpu.barrier_arrive(m.tile_free)
 
 
@@ -331,55 +341,50 @@ def _consume(
 ) -> None:
     groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
     steps, weights = share.count * groups, (m.codes, m.scales, *m.tables)
-    turns = ring.Turns(m.turns if s.loop == "new" else None, me, s.consumers)
 
     def wait(step: jax.Array, slot: jax.Array) -> None:
         @pl.when(step < steps)
         def _() -> None:
             plgpu.barrier_wait(m.ready.at[slot])
 
-    def tile(i: jax.Array, work: Work, width: int, carry: Any) -> tuple[jax.Array, ...]:
+    def tile(
+        width: int, i: jax.Array, work: Work, carry: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
         def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            total, words, unit, slot = carry
+            sums, words, unit, slot = carry
             following = ring.next_slot(slot, s.stages)
-            if s.loop != "old":
+            if "settle" in s.loop:
                 words = program.settle(words, slot)
-            x = m.x.at[slot]
-            product = _start(words, x, width, None if s.is_two_level else total)
-            turns.hand_on()
+            product = _start(words, m.x.at[slot], work.size, sums, s)
             wait(i * groups + g + 1, following)
             # While the product is in flight. After the very last this converts stale memory.
             words, next_unit = program.operand(weights, following, me)
-            pl.when(g + 1 < groups)(turns.wait)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(m.free.at[slot])
             if s.is_two_level:
-                product = total + product * lax.broadcast_in_dim(unit, product.shape, (0,))
+                product = sums + product * lax.broadcast_in_dim(unit, product.shape, (0,))
             return product, words, next_unit, following
 
-        turns.wait()
-        total = ring.full(0.0, (ROWS, width))
-        total, *rest = lax.fori_loop(jnp.int32(0), groups, step, (total, *carry))
-        _store(total, work, me, m, a, rows, s)
+        carry = (ring.full(0.0, (ROWS, width)), *carry)
+        sums, *rest = lax.fori_loop(jnp.int32(0), groups, step, carry)
+        _store(sums, work, me, m, a, rows, s)
         return tuple(rest)
 
-    def any_tile(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def some_tile(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         work = _work(share.number(i), p, across, s)
-        wide = [functools.partial(tile, i, work, width) for width in s.widths]
-        out: tuple[jax.Array, ...] = lax.switch(_width(work.size, s), wide, carry)
-        return out
+        # In two levels a loop for each width; else one, in which products have different widths.
+        # The other way round ptxas lets products wait for one another (C7511).
+        loops = [functools.partial(tile, n, i, work) for n in s.widths]
+        if not s.is_two_level:
+            return loops[-1](carry)
+        number = sum((work.size > n).astype(jnp.int32) for n in s.widths[:-1])
+        rest: tuple[jax.Array, ...] = lax.switch(jnp.int32(number), loops, carry)
+        return rest
 
     first = jnp.int32(0)
-    turns.begin()
     wait(first, first)
-    lax.fori_loop(first, share.count, any_tile, (*program.operand(weights, first, me), first))
+    lax.fori_loop(first, share.count, some_tile, (*program.operand(weights, first, me), first))
     _fill(me, p, a, s)
-
-
-def _width(size: jax.Array, s: Settings) -> jax.Array:
-    """The number of the width for this many tokens."""
-    fewer = [(size > width).astype(jnp.int32) for width in s.widths[:-1]]
-    return sum(fewer, jnp.int32(0))
 
 
 def _copy_tokens(work: Work, g: jax.Array, x: Ref, target: Ref, ready: Ref, s: Settings) -> None:
@@ -488,7 +493,6 @@ def _kernel(*refs: Ref, rows: int, s: Settings, has_tables: bool) -> None:
             tile_ready=barrier(),
             tile_free=barrier(num_arrivals=s.consumers),
             tables_ready=barrier(),
-            turns=ring.Turns.memory(s.consumers),
         ),
         collective_axes="warpgroup",
     )
