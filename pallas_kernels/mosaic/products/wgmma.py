@@ -6,7 +6,6 @@ registers, and are waited for where their result is read. These ignore what the 
 and run until a wait.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -63,8 +62,6 @@ def start(
     a_swizzle: int | None = None,
     total: Any | None = None,
     rows_are_depth: bool = False,
-    widths: Sequence[int] = (),
-    columns: Value | None = None,
 ) -> Any:
     """Starts ``a @ b`` as one group of asynchronous products.
 
@@ -73,10 +70,6 @@ def start(
     is tiled shared memory of ``[n, k]``, of ``[k, n]`` if `rows_are_depth`, for 16-bit numbers
     only. `total`, what such a call returned, is added to. Returns int32 or float32 ``[64, n]``, not
     to be touched before a wait for the group.
-
-    With `columns`, int32 and the same in all lanes, only the first of `b`'s `n` are multiplied, as
-    many as the least of `widths` that is enough for it. These ascend, and the last is `n`. What the
-    result holds in the others is not defined.
     """
     if not rows_are_depth:
         b = mgpu.memref_transpose(b, (1, 0, 3, 2))
@@ -103,40 +96,21 @@ def start(
         inputs, constraints = [*inputs, a_base], [*constraints, "l"]
         left = ["a"] * len(left_offsets)
     inputs += [x for register in sums for x in fragments.elements(register)]
+    accumulator = "{" + ",".join(f"${i}" for i in range(count)) + "}"
     flags = "" if is_int else ", 1, 1"
     if is_half:
         flags += f", {int(rows_are_depth)}" if a_swizzle is None else f", 0, {int(rows_are_depth)}"
-    after = count + len(inputs) - len(sums)
-
-    def products(width: int) -> list[str]:
-        some = "{" + ",".join(f"${i}" for i in range(width // 2)) + "}"
-        lines = []
-        # Descriptors are added up here: outside each would take two registers all the time.
-        for i, source in enumerate(left):
-            if a_swizzle is not None:
-                lines.append(f"add.s64 a, ${count + 1}, {left_offsets[i]};")
-            lines.append(f"add.s64 b, ${count}, {offsets[i]};")
-            lines.append(
-                f"wgmma.mma_async.sync.aligned.m64n{width}k{depth}.{name} {some}, {source}, b,"
-                f" {'no' if i == 0 and total is None else 'yes'}{flags};"
-            )
-        return lines
-
-    def choose(widths: Sequence[int]) -> list[str]:
-        if len(widths) == 1:
-            return products(widths[0])
-        half = len(widths) // 2
-        width = widths[half - 1]
-        lines = [f"setp.gt.s32 more, ${after}, {width};", f"@more bra more_{width};"]
-        lines += [*choose(widths[:half]), f"bra done_{width};"]
-        return [*lines, f"more_{width}:", *choose(widths[half:]), f"done_{width}:"]
-
-    if columns is not None:
-        inputs.insert(after - count, columns)
-        constraints.insert(after - count, "r")
-    lines = ["{.reg .pred no, yes, more; setp.ne.b32 no, 0, 0; setp.ne.b32 yes, 1, 0;"]
-    lines += [".reg .b64 a, b;", "wgmma.fence.sync.aligned;"]
-    lines += choose(widths) if columns is not None else products(n)
+    lines = ["{.reg .pred no, yes; setp.ne.b32 no, 0, 0; setp.ne.b32 yes, 1, 0; .reg .b64 a, b;"]
+    lines.append("wgmma.fence.sync.aligned;")
+    # Descriptors are added up here: outside each would take two registers all the time.
+    for i, source in enumerate(left):
+        if a_swizzle is not None:
+            lines.append(f"add.s64 a, ${count + 1}, {left_offsets[i]};")
+        lines.append(f"add.s64 b, ${count}, {offsets[i]};")
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{n}k{depth}.{name} {accumulator}, {source}, b,"
+            f" {'no' if i == 0 and total is None else 'yes'}{flags};"
+        )
     lines.append("wgmma.commit_group.sync.aligned;}")
     scalar = ir.IntegerType.get_signless(32) if is_int else ir.F32Type.get()
     letter = "=r" if is_int else "=f"

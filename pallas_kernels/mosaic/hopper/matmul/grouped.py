@@ -1,17 +1,15 @@
 """INT4 weights of many experts times e4m3 tokens that are sorted by expert, for Hopper.
 
-Roofline, for 128 experts of 1536 x 2048 and 512 tokens with 8 experts each, H200: 218 MB, 51 us;
-products 13 us; conversion, once for each tile of tokens, 37 us. Target: 65 us. Seen: 97 (PyTorch's
-grouped e4m3 product 142), for 64 tokens 73 (131). From some 64 tokens an expert on bytes bound it
-no longer.
+Roofline, for 8 experts of 28672 x 4096 and 512 tokens with 2 each, H200: 485 MB, 113 us; products
+127 us; conversion 87. Target: 160 us. Seen: 271 (PyTorch's grouped e4m3 product 357); for 256
+tokens 231 (284). Bound by how a warpgroup's products and conversion wait for each other.
 
-A program takes tiles: 64 rows for each of the warpgroups that compute, and up to `tokens` rows of
-one expert. Where experts begin each program finds by itself; tiles of tokens with the same rows
-follow each other, so that weights come from the cache after the first. All rows
-of inputs are as long, so tiles have equally many groups, and the groups of all of a program's tiles
-are one sequence: while a group's product is on its way the next one is converted, of whichever
-tile. Tokens of a tile may begin at any row. What is read past an expert's last one is other
-experts' tokens, and is not written.
+A program takes tiles: 64 rows for each of the warpgroups that compute, and tokens of one expert,
+which are cut into equal parts. Products have the least of a few widths that is enough for them.
+Where experts begin each program finds by itself; tiles of tokens with the same rows follow each
+other, so that weights come from the cache after the first. All tiles have equally many groups of
+inputs, and the groups of all of a program's tiles are one sequence: while a group's product is on
+its way the next one is converted. What is read past an expert's last token is not written.
 
 Roofline in full and versions: `docs/kernels/matmul.md`.
 """
@@ -120,8 +118,10 @@ TABLES_BYTES = TABLES * TABLE_BYTES  # shared memory that the tables take
 _SWIZZLE = (plgpu.SwizzleTransform(GROUP),)
 # Tokens that are written at a time.
 _MOST_WRITTEN = 64
-# Products have multiples of this many tokens, and so many eighths of the most that a tile has.
-_FEWEST, _EIGHTHS = 8, (2, 3, 4, 5, 6, 8)
+# Tokens that are copied at least, and whose multiples products have.
+_FEWEST = 8
+# With so many, others compute while one waits, and `program.settle` costs more than it gains.
+_MOST_CONSUMERS = 4
 # Bytes that a lane writes at a time, and lanes of a warpgroup.
 _CHUNK, _THREADS = 16, 128
 
@@ -129,31 +129,38 @@ _CHUNK, _THREADS = 16, 128
 @dataclasses.dataclass(frozen=True)
 class Settings:
     epilogue: Epilogue  # without a residual
-    tokens: int  # of a tile: 8, 16, 32, 64, 128 or 256
+    # How many tokens a tile's products may have, multiples of 8 up to 256, ascending: each tile has
+    # the fewest that are enough. The last is the most that a tile has.
+    widths: tuple[int, ...]
     stages: int  # groups of inputs in shared memory
-    consumers: int  # warpgroups that compute, each 64 rows: 4, for up to 64 tokens, or 2
+    consumers: int  # warpgroups that compute, each 64 rows: 2, 3 or 4, which have fewer registers
     # Sum each group separately and add it in float32, instead of leaving the sum to the matrix
     # unit, whose additions keep about 14 bits. Scales of 16 bits need it.
     is_two_level: bool
     programs: int = 132  # how many run side by side, one to a multiprocessor
-    loop: str = "settle"  # EXPERIMENT
-    fine: bool = True  # EXPERIMENT
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """How many tokens a tile's product may have, ascending."""
-        if not self.fine:
-            return (self.tokens,)
-        eighths = (self.tokens * n // 8 for n in _EIGHTHS)
-        return tuple(n for n in eighths if n % _FEWEST == 0)
+    def tokens(self) -> int:
+        return self.widths[-1]
+
+    @property
+    def copied(self) -> list[int]:
+        """How many tokens are copied: the fewest of these that are enough."""
+        parts = (-(-self.tokens // (_FEWEST * n)) * _FEWEST for n in (4, 2))
+        return sorted({*parts, *self.widths})
 
     @property
     def written(self) -> int:
         return min(self.tokens, _MOST_WRITTEN)
 
     @property
+    def scaled(self) -> int:
+        """Warpgroups whose scales are copied: copies are of multiples of 128 bytes."""
+        return self.consumers + self.consumers % 2
+
+    @property
     def registers(self) -> tuple[int, int]:
-        return (112, 32) if self.consumers == 4 else (232, 40)
+        return {2: (232, 40), 3: (160, 32), 4: (112, 32)}[self.consumers]
 
     def shared_bytes(self, experts: int, scale_bytes: int, has_tables: bool) -> int:
         """Shared memory, buffers in units of 1,024 bytes."""
@@ -161,7 +168,7 @@ class Settings:
         buffers = [
             self.stages * self.tokens * GROUP,
             self.stages * self.consumers * ROWS * GROUP // 2,
-            self.stages * self.consumers * ROWS * scale_bytes,
+            self.stages * self.scaled * ROWS * scale_bytes,
             self.consumers * out,
             2 * self.tokens,
             TABLES_BYTES * has_tables,
@@ -227,26 +234,18 @@ def _work(number: jax.Array, p: Plan, across: int, s: Settings) -> Work:
     return Work(expert, token, count, lax.div(within, of_expert))
 
 
-def _start(
-    words: jax.Array, x: Ref, size: jax.Array, sums: jax.Array, s: Settings
-) -> jax.Array:
-    """Starts a group's product; `sums` are added to, unless sums have two levels.
+def _start(words: jax.Array, x: Ref, width: int, total: jax.Array | None) -> jax.Array:
+    """Starts a group's product with the first `width` tokens of `x`."""
+    arrays = [words] if total is None else [words, total]
+    types = (plgpu.RefType(_SWIZZLE), *[plgpu.Layout.WGMMA] * len(arrays))
 
-    It has as many of the tokens of `x` as `sums`; if that is all of them, the first `size`, or a
-    few more, of which the others' sums stay as they are.
-    """
-    width = sums.shape[1]
-    arrays = [words] if s.is_two_level else [words, sums]
-    types = (plgpu.RefType(_SWIZZLE), SCALAR, *[plgpu.Layout.WGMMA] * len(arrays))
-
-    def run(x: Any, size: Any, words: Any, *sums: Any) -> Any:
-        chosen = {} if s.is_two_level else {"widths": s.widths, "columns": lane.scalar(size).value}
+    def run(x: Any, words: Any, *total: Any) -> Any:
         # Rows of 128 bytes: eight of them are a tile.
-        x = mgpu.memref_slice(x, slice(0, width))
-        x = mgpu.memref_unsqueeze(mgpu.memref_unfold(x, 0, (None, 8)), 1)
-        return wgmma.start(words, x, swizzle=128, total=sums[0] if sums else None, **chosen)
+        x = mgpu.memref_unfold(mgpu.memref_slice(x, slice(0, width)), 0, (None, 8))
+        x = mgpu.memref_unsqueeze(x, 1)
+        return wgmma.start(words, x, swizzle=128, total=total[0] if total else None)
 
-    return ring.inline(run, types, ring.array(sums.shape, jnp.float32))(x, size, *arrays)
+    return ring.inline(run, types, ring.array((ROWS, width), jnp.float32))(x, *arrays)
 
 
 def _write(
@@ -261,9 +260,9 @@ def _write(
 ) -> None:
     """Copies a warp's outputs from shared memory to `target`, global memory ``[M, columns]``.
 
-    `out` is ``[span[1], outputs]`` as `epilogue.finish` leaves it; `span` is the first of these
-    tokens within the tile and how many there is room for. The tile has `count` tokens from `token`
-    on, and the warpgroup's outputs begin at `column`.
+    `out` is ``[span[1], outputs]`` as `epilogue.finish` leaves it, in room for a power of two;
+    `span` is the first of these tokens within the tile and how many they are. The tile has `count`
+    tokens from `token` on, and the warpgroup's outputs begin at `column`.
     """
     number, warp = lane.special("laneid"), (lane.special("tid.x") >> 5) & 3
     # Chunks of 16 bytes: a warp has 16 outputs of a token, in a gated product 8.
@@ -351,34 +350,30 @@ def _consume(
         width: int, i: jax.Array, work: Work, carry: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
         def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            sums, words, unit, slot = carry
+            total, words, unit, slot = carry
             following = ring.next_slot(slot, s.stages)
-            if "settle" in s.loop:
+            if s.consumers < _MOST_CONSUMERS:
                 words = program.settle(words, slot)
-            product = _start(words, m.x.at[slot], work.size, sums, s)
+            product = _start(words, m.x.at[slot], width, None if s.is_two_level else total)
             wait(i * groups + g + 1, following)
             # While the product is in flight. After the very last this converts stale memory.
             words, next_unit = program.operand(weights, following, me)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(m.free.at[slot])
             if s.is_two_level:
-                product = sums + product * lax.broadcast_in_dim(unit, product.shape, (0,))
+                product = total + product * lax.broadcast_in_dim(unit, product.shape, (0,))
             return product, words, next_unit, following
 
         carry = (ring.full(0.0, (ROWS, width)), *carry)
-        sums, *rest = lax.fori_loop(jnp.int32(0), groups, step, carry)
-        _store(sums, work, me, m, a, rows, s)
+        total, *rest = lax.fori_loop(jnp.int32(0), groups, step, carry)
+        _store(total, work, me, m, a, rows, s)
         return tuple(rest)
 
     def some_tile(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         work = _work(share.number(i), p, across, s)
-        # In two levels a loop for each width; else one, in which products have different widths.
-        # The other way round ptxas lets products wait for one another (C7511).
-        loops = [functools.partial(tile, n, i, work) for n in s.widths]
-        if not s.is_two_level:
-            return loops[-1](carry)
-        number = sum((work.size > n).astype(jnp.int32) for n in s.widths[:-1])
-        rest: tuple[jax.Array, ...] = lax.switch(jnp.int32(number), loops, carry)
+        loops = [functools.partial(tile, width, i, work) for width in s.widths]
+        number = sum(((work.size > n).astype(jnp.int32) for n in s.widths[:-1]), jnp.int32(0))
+        rest: tuple[jax.Array, ...] = lax.switch(number, loops, carry)
         return rest
 
     first = jnp.int32(0)
@@ -389,10 +384,7 @@ def _consume(
 
 def _copy_tokens(work: Work, g: jax.Array, x: Ref, target: Ref, ready: Ref, s: Settings) -> None:
     """Copies a group's inputs of the tile's tokens, and of a few tokens more."""
-    sizes = s.widths
-    if s.loop == "old" and not s.fine:  # EXPERIMENT
-        sizes = [n for n in (s.tokens // 4, s.tokens // 2, s.tokens) if n >= _FEWEST]
-    for fewer, size in zip((0, *sizes), sizes, strict=False):
+    for fewer, size in zip([0, *s.copied], s.copied, strict=False):
 
         @pl.when((work.size > fewer) & (work.size <= size))
         def _(size: int = size) -> None:
@@ -424,13 +416,14 @@ def _produce(share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Set
 
     def tile(number: jax.Array, slot: jax.Array) -> jax.Array:
         work = _work(number, p, across, s)
-        some = pl.ds(work.expert * (rows // ROWS) + work.tile * s.consumers, s.consumers)
+        first = work.expert * (rows // ROWS) + work.tile * s.consumers
+        some, scaled = pl.ds(first, s.consumers), pl.ds(first, s.scaled)
 
         def group(g: jax.Array, slot: jax.Array) -> jax.Array:
             ready = m.ready.at[slot]
             plgpu.barrier_wait(m.free.at[slot])
             plgpu.copy_gmem_to_smem(a.codes.at[some, g], m.codes.at[slot], ready)
-            plgpu.copy_gmem_to_smem(a.scales.at[some, g], m.scales.at[slot], ready)
+            plgpu.copy_gmem_to_smem(a.scales.at[scaled, g], m.scales.at[slot], ready)
             _copy_tokens(work, g, a.x, m.x.at[slot], ready, s)
             return ring.next_slot(slot, s.stages)
 
@@ -482,7 +475,7 @@ def _kernel(*refs: Ref, rows: int, s: Settings, has_tables: bool) -> None:
         body,
         Memory(
             codes=plgpu.SMEM((s.stages, s.consumers, *a.codes.shape[2:]), jnp.uint8),
-            scales=plgpu.SMEM((s.stages, s.consumers, ROWS), a.scales.dtype),
+            scales=plgpu.SMEM((s.stages, s.scaled, ROWS), a.scales.dtype),
             tables=[plgpu.SMEM((TABLES, TABLE_BYTES), jnp.uint8)] * has_tables,
             x=plgpu.SMEM((s.stages, s.tokens, GROUP), a.x.dtype, transforms=_SWIZZLE),
             token_scales=plgpu.SMEM((s.tokens,), jnp.bfloat16),

@@ -8,9 +8,9 @@ memory hide behind them. Targets: 24, 85 and 330 us. Seen: 28.0, 101 and 345 (XL
 What `int4.py` loses, and what is different here:
   - Its products wait for one another and its conversion hides behind nothing: ptxas serializes
     products (C7513) as soon as registers that a product reads are written while one is on its way,
-    even the next one's. Here such registers are written between products, by instructions that
-    ptxas cannot leave out (`program.settle`), and what they are written from is computed before a wait,
-    which is a loop, over which the compiler moves nothing.
+    even the next one's. Here such registers are written between products (`program.settle`), by
+    instructions that ptxas cannot leave out, and what they are written from is computed before a
+    wait, which is a loop, over which the compiler moves nothing.
   - Warpgroups take turns: one's products are in the matrix unit's queue while another, whose are
     done, starts its next ones.
   - Scales and biases of the outputs are copied ahead, like those of the tokens.
