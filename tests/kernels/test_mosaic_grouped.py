@@ -55,7 +55,7 @@ def test_choice_and_refusals(monkeypatch):
 def test_launches(scales, is_precise):
     """Of every number of tokens: memory suffices, and sums are as promised."""
     for experts in (1, 8, 128):
-        for rows in (1, 7, 64, 100, 512, 4096, 2**17):
+        for rows in (1, 7, 64, 100, 512, 4096, 12000, 32000, 2**17):
             _, weight, *_ = specification(rows, experts, 1536, 2048, scales)
             launch = mosaic_gpu.default_launch(rows, weight, is_precise=is_precise)
             mean = rows / experts
@@ -63,12 +63,17 @@ def test_launches(scales, is_precise):
             assert launch.is_two_level == (not is_coarse)
             assert launch.tokens >= min(rows, mean, 128)
             is_many = 6 * min(rows, experts) > 66
-            assert launch.consumers == (4 if launch.tokens <= 64 and is_many else 2)
+            if launch.is_two_level:
+                assert launch.consumers == (4 if launch.tokens <= 64 and is_many else 2)
+            else:
+                # Experts' tokens in one or two tiles of 144, if those are many, or in 256 each.
+                is_narrow = experts == 128 and (mean <= 128 or 228 <= mean <= 256)
+                assert (launch.tokens, launch.consumers) == ((144, 3) if is_narrow else (256, 2))
             assert 3 <= launch.stages <= 12
 
 
-@pytest.mark.parametrize("tokens", [8, 16, 64, 128])
-def test_tokens_are_copied_once(tokens, monkeypatch):
+@pytest.mark.parametrize("widths", [(8,), (16,), (16, 24, 32, 40, 48, 64), (96, 128, 144), (256,)])
+def test_tokens_are_copied_once(widths, monkeypatch):
     """Whatever their number: in one copy, of all of them, and of not many more."""
     copies = []
 
@@ -86,14 +91,17 @@ def test_tokens_are_copied_once(tokens, monkeypatch):
     monkeypatch.setattr(
         grouped.plgpu, "copy_gmem_to_smem", lambda source, target, _: copies.append(source)
     )
-    s = grouped.Settings(grouped.Epilogue(None, False, False, "bfloat16", 128), tokens, 2, 4, True)
-    for size in range(1, tokens + 1):
+    s = settings_of(*widths)
+    for size in range(1, widths[-1] + 1):
         copies.clear()
         work = grouped.Work(0, 7, size, 0)
         grouped._copy_tokens(work, 3, reference, reference, None, s)
         [(rows, columns)] = copies
         assert (rows.start, columns.start, columns.size) == (7, 3 * 128, 128)
-        assert size <= rows.size <= max(8, tokens // 4, 2 * size)
+        quarter = -(-widths[-1] // 32) * 8
+        assert (
+            size <= rows.size <= min(next(n for n in widths if n >= size), max(quarter, 2 * size))
+        )
 
 
 @pytest.fixture
@@ -146,42 +154,51 @@ def test_the_plan_of_sizes_that_are_not_valid(sizes):
     assert np.isnan(np.array([grouped.NAN], np.uint32).view(jnp.bfloat16).astype(float)).all()
 
 
+def settings_of(*widths, consumers=2):
+    epilogue_ = grouped.Epilogue(None, False, False, "bfloat16", 128)
+    return grouped.Settings(epilogue_, widths, 2, consumers, True)
+
+
 @pytest.mark.usefixtures("on_lanes")
-@pytest.mark.parametrize("consumers", [2, 4])
-def test_every_tile_has_its_work(consumers):
+@pytest.mark.parametrize(("consumers", "tile"), [(2, 8), (4, 16), (2, 64)])
+def test_every_tile_has_its_work(consumers, tile):
     """By numbers: every row of every expert with every tile of outputs once, weights together."""
-    rows, tile, across = 60, 8, 3
-    sizes = np.array([3, 0, 17, 8, 0, 25])
+    rows, across = 200, 3
+    sizes = np.array([3, 0, 17, 8, 0, 25, 65])
     found = plan_of(sizes, rows, tile)
     found.held = jnp.asarray(found.held)
-    assert int(found.bound(0)) == 9
-    epilogue_ = grouped.Epilogue(None, False, False, "bfloat16", 128)
-    s = grouped.Settings(epilogue_, tile, 2, consumers, True)
+    tiles = int(found.bound(0))
+    assert tiles == sum(-(-size // tile) for size in sizes)
+    s = settings_of(tile, consumers=consumers)
     seen, weights = [], []
-    for number in range(9 * across):
+    for number in range(tiles * across):
         work = grouped._work(jnp.int32(number), found, across, s)
         expert, token, count, out = (int(x) for x in work)
+        of_expert = -(-sizes[expert] // tile)
         assert 1 <= count <= tile
+        assert count <= -(-sizes[expert] // (8 * of_expert)) * 8, "parts are equal but for eight"
         seen += [(expert, out, token + i) for i in range(count)]
         if (expert, out) not in weights[-1:]:
             weights.append((expert, out))
-    owners = np.repeat(np.arange(6), sizes)
+    owners = np.repeat(np.arange(len(sizes)), sizes)
     wanted = {(int(e), out, row) for row, e in enumerate(owners) for out in range(across)}
     assert len(seen) == len(wanted)
     assert set(seen) == wanted
-    assert len(weights) == len(set(weights)) == 4 * across
+    assert len(weights) == len(set(weights)) == np.count_nonzero(sizes) * across
 
 
 @pytest.mark.usefixtures("on_lanes")
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("tokens", "count"), [(8, 8), (8, 5), (16, 0), (32, 19), (64, 64)])
+@pytest.mark.parametrize(
+    ("tokens", "count"), [(8, 8), (8, 5), (16, 0), (24, 19), (32, 19), (64, 64)]
+)
 def test_writes_the_tokens_of_an_expert_alone(tokens, count, gated):
     """What `finish` leaves, swizzled, reaches its rows and columns; other rows are left alone."""
     width, columns, rows, first, column = 32 if gated else 64, 192, 90, 11, 96
     swizzle = 64 if gated else 128
     e = grouped.Epilogue("swiglu" if gated else None, False, False, "bfloat16", swizzle)
     values = np.arange(tokens * width, dtype=np.uint16).reshape(tokens, width)
-    memory = np.zeros((tokens, width), np.uint16)
+    memory = np.zeros((1 << (tokens - 1).bit_length(), width), np.uint16)
     for token in range(tokens):
         for part in range(0, width, 8):
             place = epilogue.place(warp.integer(token), warp.integer(2 * part), e).value[0] // 2
@@ -222,6 +239,7 @@ LOWERED = [
     (4096, 128, 2048, 768, "f16", None, ""),
     (1000, 8, 256, 640, "e4m3", "gelu", "bias highest"),
     (4000, 8, 256, 640, "e4m3", "swiglu", "bias"),
+    (9000, 128, 1536, 2048, "e4m3", "swiglu", ""),
 ]
 
 

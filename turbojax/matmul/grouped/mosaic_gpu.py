@@ -1,6 +1,7 @@
 """The Mosaic GPU kernel behind `grouped_matmul` on Hopper: what it takes, how it is launched."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -12,13 +13,18 @@ from turbojax.matmul.int4.static import Activation
 from turbojax.matmul.int4.weight import Int4Weight
 from turbojax.numerics.fp8 import Fp8Tokens
 
-# Tokens that a tile may have. Up to the second number four warpgroups convert weights, where
-# memory bandwidth is the limit; beyond it two, which have more registers for sums.
-_TOKENS, _FEW = (8, 16, 32, 64, 128, 256), 64
-# Largest number of tokens in a tile with sums in two levels, which take twice the registers.
-_TWO_LEVELS = 128
-# Experts are taken to have up to this many times the average number of tokens.
-_UNEVEN = 2
+# Tokens of a tile with sums in two levels, which take twice the registers. Up to the second number
+# four warpgroups convert weights, where memory bandwidth is the limit; beyond it two, which have
+# more registers for sums.
+_TOKENS, _FEW = (8, 16, 32, 64, 128), 64
+# From the second number on, its products have as many eighths of that as are enough.
+_EIGHTHS, _FINE = (2, 3, 4, 5, 6, 8), 32
+# How many tokens products may have with sums in one level. With wider ones beside the first three,
+# or others beside the last, ptxas lets all products wait for one another (C7511).
+_NARROW, _WIDE = (96, 128, 144), (256,)
+# Experts are taken to have up to this many times the average number of tokens; with sums in one
+# level up to the other.
+_UNEVEN, _LESS_UNEVEN = 2, 9 / 8
 # Outputs of a tile of four warpgroups.
 _LARGEST_TILE = 256
 _MOST_STAGES = 12
@@ -45,13 +51,19 @@ def unsupported(
 class Launch(NamedTuple):
     """How the kernel is launched; `is_two_level`: every group's sum is added in float32.
 
-    `consumers` are warpgroups that compute, `stages` groups of inputs in shared memory.
+    `widths` are how many tokens products may have, `consumers` warpgroups that compute, `stages`
+    groups of inputs in shared memory.
     """
 
-    tokens: int
+    widths: tuple[int, ...]
     consumers: int
     stages: int
     is_two_level: bool
+
+    @property
+    def tokens(self) -> int:
+        """The most that a tile has."""
+        return self.widths[-1]
 
 
 def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -> Launch:
@@ -60,22 +72,38 @@ def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -
 
     [experts] = weight.stack
     is_e4m3 = weight.scale_dtype == "e4m3"
-    most = _TWO_LEVELS if is_precise or not is_e4m3 else _TOKENS[-1]
+    columns = weight.padded_shape[0]
     wanted = min(rows, -(-_UNEVEN * rows // experts))
-    tokens = next((n for n in _TOKENS if n >= wanted and n <= most), most)
-    # Where tiles are few, smaller ones, so that more programs have one.
-    tiles = min(rows, experts) * -(-weight.padded_shape[0] // _LARGEST_TILE)
-    consumers = 4 if tokens <= _FEW and tiles > multiprocessors() // 2 else 2
+    is_two_level = is_precise or not is_e4m3 or wanted <= _TOKENS[-1]
+    if is_two_level:
+        tokens = next((n for n in _TOKENS if n >= wanted), _TOKENS[-1])
+        eighths = [tokens * n // 8 for n in _EIGHTHS]
+        widths = tuple(n for n in eighths if n % 8 == 0) if tokens >= _FINE else (tokens,)
+        # Where tiles are few, smaller ones, so that more programs have one.
+        tiles = min(rows, experts) * -(-columns // _LARGEST_TILE)
+        consumers = 4 if tokens <= _FEW and tiles > multiprocessors() // 2 else 2
+    else:
+        widths, consumers = _one_level(rows, experts, columns)
 
     def settings(stages: int) -> grouped.Settings:
         epilogue = grouped.Epilogue(None, False, False, "bfloat16", 128)
-        return grouped.Settings(epilogue, tokens, stages, consumers, tokens <= _TWO_LEVELS)
+        return grouped.Settings(epilogue, widths, stages, consumers, is_two_level)
 
     def fits(stages: int) -> bool:
         return settings(stages).shared_bytes(experts, 1 if is_e4m3 else 2, is_e4m3) <= _SHARED_BYTES
 
     stages = max(n for n in range(2, _MOST_STAGES + 1) if fits(n))
-    return Launch(tokens, consumers, stages, tokens <= _TWO_LEVELS)
+    return Launch(widths, consumers, stages, is_two_level)
+
+
+def _one_level(rows: int, experts: int, columns: int) -> tuple[tuple[int, ...], int]:
+    """Widths and warpgroups for sums that stay in the matrix unit."""
+    wanted = min(rows, math.ceil(_LESS_UNEVEN * rows / experts))
+    parts = -(-wanted // _WIDE[-1])
+    # Two narrow tiles take as long as one and a third wide ones, three longer than two.
+    is_narrow = parts <= 2 and wanted <= parts * _NARROW[-1]
+    tiles = min(rows, experts) * parts * -(-columns // (3 * 64))
+    return (_NARROW, 3) if is_narrow and tiles >= multiprocessors() else (_WIDE, 2)
 
 
 def matmul(
@@ -89,8 +117,8 @@ def matmul(
 ) -> jax.Array:
     """`reference.matmul` as one kernel.
 
-    Sums of tiles of up to 128 tokens are float32 from group to group. Others, of experts that have
-    more than 64 tokens on average, stay in the matrix unit, whose additions keep about 14 bits.
+    Sums are float32 from group to group; but of more than 128 tokens, if experts have more than 64
+    on average, they stay in the matrix unit, whose additions keep about 14 bits.
     """
     launch = default_launch(tokens.codes.shape[0], weight, is_precise=is_precise)
     return _matmul(tokens, weight, group_sizes, bias, activation=activation, launch=launch)

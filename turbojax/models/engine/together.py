@@ -7,7 +7,7 @@ comes meanwhile waits for all of them.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,8 @@ def run_together(
         size = slots.shape[0]
         program, vocabulary = decode_program(size), vocabulary_of(decoder)
         nothing, every = jnp.zeros((0, 4), jnp.int32), jnp.arange(size, dtype=jnp.int32)
-        given = Work(slots, jnp.full(size, -1, jnp.int32), every, slots, nothing, nothing)
+        ends: Any = slots, jnp.full(size, -1, jnp.int32), every, slots, nothing, nothing
+        given = Work(*ends)
 
         def step(before: tuple[Pools, State], _: None) -> tuple[tuple[Pools, State], jax.Array]:
             caches, state = before

@@ -108,13 +108,13 @@ def finish(
             blocks += [[activate(v, e.activation) for v in pair] for pair in values]
     # A block is eight outputs of eight tokens; lanes 8 i .. 8 i + 7 point to the tokens of block i.
     per_token = 1 if e.gate else 2
-    at_once = min(4, len(blocks))
     block_number = number >> 3
-    if at_once < 4:
-        block_number = block_number & (at_once - 1)
-    for begin in range(0, len(blocks), at_once):
+    begin = 0
+    while begin < len(blocks):
+        at_once = next(n for n in (4, 2, 1) if n <= len(blocks) - begin)
         some = blocks[begin : begin + at_once]
-        block = block_number + begin
+        block = (block_number if at_once == 4 else block_number & (at_once - 1)) + begin
+        begin += at_once
         token = ((block >> (per_token - 1)) << 3) + (number & 7)
         byte = warp_byte + ((block & (per_token - 1)) << 4)
         address = _address(out, token, byte, e)

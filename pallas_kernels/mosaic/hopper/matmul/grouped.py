@@ -1,17 +1,15 @@
 """INT4 weights of many experts times e4m3 tokens that are sorted by expert, for Hopper.
 
-Roofline, for 128 experts of 1536 x 2048 and 512 tokens with 8 experts each, H200: 218 MB, 51 us;
-products 13 us; conversion, once for each tile of tokens, 37 us. Target: 65 us. Seen: 97 (PyTorch's
-grouped e4m3 product 142), for 64 tokens 73 (131). From some 64 tokens an expert on bytes bound it
-no longer.
+Roofline, for 8 experts of 28672 x 4096 and 512 tokens with 2 each, H200: 485 MB, 113 us; products
+127 us; conversion 87. Target: 160 us. Seen: 271 (PyTorch's grouped e4m3 product 357); for 256
+tokens 231 (284). Bound by how a warpgroup's products and conversion wait for each other.
 
-A program takes tiles: 64 rows for each of the warpgroups that compute, and up to `tokens` rows of
-one expert. Where experts begin each program finds by itself; tiles of tokens with the same rows
-follow each other, so that weights come from the cache after the first. All rows
-of inputs are as long, so tiles have equally many groups, and the groups of all of a program's tiles
-are one sequence: while a group's product is on its way the next one is converted, of whichever
-tile. Tokens of a tile may begin at any row. What is read past an expert's last one is other
-experts' tokens, and is not written.
+A program takes tiles: 64 rows for each of the warpgroups that compute, and tokens of one expert,
+which are cut into equal parts. Products have the least of a few widths that is enough for them.
+Where experts begin each program finds by itself; tiles of tokens with the same rows follow each
+other, so that weights come from the cache after the first. All tiles have equally many groups of
+inputs, and the groups of all of a program's tiles are one sequence: while a group's product is on
+its way the next one is converted. What is read past an expert's last token is not written.
 
 Roofline in full and versions: `docs/kernels/matmul.md`.
 """
@@ -79,7 +77,7 @@ def make_plan(sizes: Pointer, held: Pointer, experts: int, rows: int, tile: int)
     """Writes a `Plan` to `held`; one warp calls it.
 
     `sizes` are int32 in global memory, of each expert's group; if they are negative or hold more
-    than `rows` tokens, they are not valid. `tile` is a tile's tokens, a power of two.
+    than `rows` tokens, they are not valid. `tile` is the most tokens of a tile.
     """
     number, each = lane.special("laneid"), -(-experts // _LANES)
     tokens = tiles = lane.integer(0)
@@ -90,7 +88,7 @@ def make_plan(sizes: Pointer, held: Pointer, experts: int, rows: int, tile: int)
         size = sizes.at(expert.minimum(experts - 1) << 2).word()
         size = (expert < experts).where(size, 0)
         is_bad = is_bad | (size < 0) | (size > rows)
-        tokens, tiles = tokens + size, tiles + ((size + (tile - 1)) >> (tile.bit_length() - 1))
+        tokens, tiles = tokens + size, tiles + (size + (tile - 1)) // tile
         mine.append((expert, tokens, tiles))
     all_tokens, all_tiles = _running(tokens, number), _running(tiles, number)
     before = all_tokens - tokens, all_tiles - tiles
@@ -120,8 +118,10 @@ TABLES_BYTES = TABLES * TABLE_BYTES  # shared memory that the tables take
 _SWIZZLE = (plgpu.SwizzleTransform(GROUP),)
 # Tokens that are written at a time.
 _MOST_WRITTEN = 64
-# Tokens that are copied at least.
+# Tokens that are copied at least, and whose multiples products have.
 _FEWEST = 8
+# With so many, others compute while one waits, and `program.settle` costs more than it gains.
+_MOST_CONSUMERS = 4
 # Bytes that a lane writes at a time, and lanes of a warpgroup.
 _CHUNK, _THREADS = 16, 128
 
@@ -129,21 +129,38 @@ _CHUNK, _THREADS = 16, 128
 @dataclasses.dataclass(frozen=True)
 class Settings:
     epilogue: Epilogue  # without a residual
-    tokens: int  # of a tile: 8, 16, 32, 64, 128 or 256
+    # How many tokens a tile's products may have, multiples of 8 up to 256, ascending: each tile has
+    # the fewest that are enough. The last is the most that a tile has.
+    widths: tuple[int, ...]
     stages: int  # groups of inputs in shared memory
-    consumers: int  # warpgroups that compute, each 64 rows: 4, for up to 64 tokens, or 2
+    consumers: int  # warpgroups that compute, each 64 rows: 2, 3 or 4, which have fewer registers
     # Sum each group separately and add it in float32, instead of leaving the sum to the matrix
     # unit, whose additions keep about 14 bits. Scales of 16 bits need it.
     is_two_level: bool
     programs: int = 132  # how many run side by side, one to a multiprocessor
 
     @property
+    def tokens(self) -> int:
+        return self.widths[-1]
+
+    @property
+    def copied(self) -> list[int]:
+        """How many tokens are copied: the fewest of these that are enough."""
+        parts = (-(-self.tokens // (_FEWEST * n)) * _FEWEST for n in (4, 2))
+        return sorted({*parts, *self.widths})
+
+    @property
     def written(self) -> int:
         return min(self.tokens, _MOST_WRITTEN)
 
     @property
+    def scaled(self) -> int:
+        """Warpgroups whose scales are copied: copies are of multiples of 128 bytes."""
+        return self.consumers + self.consumers % 2
+
+    @property
     def registers(self) -> tuple[int, int]:
-        return (112, 32) if self.consumers == 4 else (232, 40)
+        return {2: (232, 40), 3: (160, 32), 4: (112, 32)}[self.consumers]
 
     def shared_bytes(self, experts: int, scale_bytes: int, has_tables: bool) -> int:
         """Shared memory, buffers in units of 1,024 bytes."""
@@ -151,7 +168,7 @@ class Settings:
         buffers = [
             self.stages * self.tokens * GROUP,
             self.stages * self.consumers * ROWS * GROUP // 2,
-            self.stages * self.consumers * ROWS * scale_bytes,
+            self.stages * self.scaled * ROWS * scale_bytes,
             self.consumers * out,
             2 * self.tokens,
             TABLES_BYTES * has_tables,
@@ -209,22 +226,26 @@ def _work(number: jax.Array, p: Plan, across: int, s: Settings) -> Work:
     expert = p.expert(lax.div(number, jnp.int32(across)))
     start = p.tile(expert)
     within, of_expert = number - start * across, p.tile(expert + 1) - start
-    token = p.token(expert) + lax.rem(within, of_expert) * s.tokens
-    count = jnp.minimum(p.token(expert + 1) - token, jnp.int32(s.tokens))
+    # Equal parts, so that none is much smaller than its product; in whole multiples none is empty.
+    share = pl.cdiv(p.token(expert + 1) - p.token(expert), of_expert)
+    share = jnp.bitwise_and(share + (_FEWEST - 1), -_FEWEST)
+    token = p.token(expert) + lax.rem(within, of_expert) * share
+    count = jnp.minimum(p.token(expert + 1) - token, share)
     return Work(expert, token, count, lax.div(within, of_expert))
 
 
-def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
-    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
+def _start(words: jax.Array, x: Ref, width: int, total: jax.Array | None) -> jax.Array:
+    """Starts a group's product with the first `width` tokens of `x`."""
     arrays = [words] if total is None else [words, total]
     types = (plgpu.RefType(_SWIZZLE), *[plgpu.Layout.WGMMA] * len(arrays))
 
     def run(x: Any, words: Any, *total: Any) -> Any:
         # Rows of 128 bytes: eight of them are a tile.
-        x = mgpu.memref_unsqueeze(mgpu.memref_unfold(x, 0, (None, 8)), 1)
+        x = mgpu.memref_unfold(mgpu.memref_slice(x, slice(0, width)), 0, (None, 8))
+        x = mgpu.memref_unsqueeze(x, 1)
         return wgmma.start(words, x, swizzle=128, total=total[0] if total else None)
 
-    return ring.inline(run, types, kind)(x, *arrays)
+    return ring.inline(run, types, ring.array((ROWS, width), jnp.float32))(x, *arrays)
 
 
 def _write(
@@ -239,16 +260,16 @@ def _write(
 ) -> None:
     """Copies a warp's outputs from shared memory to `target`, global memory ``[M, columns]``.
 
-    `out` is ``[span[1], outputs]`` as `epilogue.finish` leaves it; `span` is the first of these
-    tokens within the tile and how many there is room for. The tile has `count` tokens from `token`
-    on, and the warpgroup's outputs begin at `column`.
+    `out` is ``[span[1], outputs]`` as `epilogue.finish` leaves it, in room for a power of two;
+    `span` is the first of these tokens within the tile and how many they are. The tile has `count`
+    tokens from `token` on, and the warpgroup's outputs begin at `column`.
     """
     number, warp = lane.special("laneid"), (lane.special("tid.x") >> 5) & 3
     # Chunks of 16 bytes: a warp has 16 outputs of a token, in a gated product 8.
     per_token = e.outputs // 32
     size = span[1] * per_token
     for begin in range(0, size, 32):
-        chunk = (number & (min(size, 32) - 1)) + begin
+        chunk = (number & (pl.next_power_of_2(min(size, 32)) - 1)) + begin
         row = chunk >> (per_token - 1)
         byte = (warp * per_token + (chunk & (per_token - 1))) * _CHUNK
         words = out.at(epilogue.place(row, byte, e)).words(4)
@@ -261,28 +282,34 @@ def _store(
     total: jax.Array, work: Work, me: jax.Array, m: Memory, a: Arrays, rows: int, s: Settings
 ) -> None:
     """Writes a warpgroup's outputs, except for rows that the experts do not have."""
-    e = s.epilogue
+    e, width = s.epilogue, total.shape[1]
     row = (work.tile * s.consumers + me) * ROWS
     count = jnp.where(row < rows, work.size, 0)
     numbers = work.expert * rows + row, row * e.outputs // ROWS, work.token, count
     refs = [m.out.at[me], m.token_scales, a.out, a.output_scales]
     refs += [a.bias] if e.has_bias else []
+    types = (plgpu.Layout.WGMMA, *[SCALAR] * 4, *[plgpu.RefType()] * len(refs))
 
-    def run(total: Any, base: Any, column: Any, token: Any, count: Any, *refs: Any) -> None:
+    def write(
+        first: int, total: Any, base: Any, column: Any, token: Any, count: Any, *refs: Any
+    ) -> None:
         out, scales, target, output_scales, *bias = refs
         column, token, count = (lane.scalar(x) for x in (column, token, count))
-        for first in range(0, s.tokens, s.written):
-            span = (first, s.written)
-            factors = output_scales, bias[0] if bias else None
-            epilogue.finish(total, span, scales, *factors, out, base, e)
-            lane.warp_barrier()
-            places = Pointer.to(out), Pointer.to(target)
-            _write(*places, a.out.shape[1], span, token, count, column, e)
-            lane.warp_barrier()
+        span = (first, min(s.written, width - first))
+        factors = output_scales, bias[0] if bias else None
+        epilogue.finish(total, span, scales, *factors, out, base, e)
+        lane.warp_barrier()
+        places = Pointer.to(out), Pointer.to(target)
+        _write(*places, a.out.shape[1], span, token, count, column, e)
+        lane.warp_barrier()
 
     plgpu.barrier_wait(m.tile_ready)
-    types = (plgpu.Layout.WGMMA, *[SCALAR] * 4, *[plgpu.RefType()] * len(refs))
-    ring.inline(run, types)(total, *numbers, *refs)
+    for first in range(0, width, s.written):
+
+        @pl.when(first < count)
+        def _(first: int = first) -> None:
+            ring.inline(functools.partial(write, first), types)(total, *numbers, *refs)
+
     plgpu.barrier_arrive(m.tile_free)
 
 
@@ -313,20 +340,21 @@ def _consume(
 ) -> None:
     groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
     steps, weights = share.count * groups, (m.codes, m.scales, *m.tables)
-    zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
 
     def wait(step: jax.Array, slot: jax.Array) -> None:
         @pl.when(step < steps)
         def _() -> None:
             plgpu.barrier_wait(m.ready.at[slot])
 
-    def tile(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        work = _work(share.number(i), p, across, s)
-
+    def tile(
+        width: int, i: jax.Array, work: Work, carry: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
         def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             total, words, unit, slot = carry
             following = ring.next_slot(slot, s.stages)
-            product = _start(words, m.x.at[slot], None if s.is_two_level else total)
+            if s.consumers < _MOST_CONSUMERS:
+                words = program.settle(words, slot)
+            product = _start(words, m.x.at[slot], width, None if s.is_two_level else total)
             wait(i * groups + g + 1, following)
             # While the product is in flight. After the very last this converts stale memory.
             words, next_unit = program.operand(weights, following, me)
@@ -336,21 +364,27 @@ def _consume(
                 product = total + product * lax.broadcast_in_dim(unit, product.shape, (0,))
             return product, words, next_unit, following
 
-        total = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-        total, *rest = lax.fori_loop(jnp.int32(0), groups, step, (total, *carry))
+        carry = (ring.full(0.0, (ROWS, width)), *carry)
+        total, *rest = lax.fori_loop(jnp.int32(0), groups, step, carry)
         _store(total, work, me, m, a, rows, s)
         return tuple(rest)
 
+    def some_tile(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        work = _work(share.number(i), p, across, s)
+        loops = [functools.partial(tile, width, i, work) for width in s.widths]
+        number = sum(((work.size > n).astype(jnp.int32) for n in s.widths[:-1]), jnp.int32(0))
+        rest: tuple[jax.Array, ...] = lax.switch(number, loops, carry)
+        return rest
+
     first = jnp.int32(0)
     wait(first, first)
-    lax.fori_loop(first, share.count, tile, (*program.operand(weights, first, me), first))
+    lax.fori_loop(first, share.count, some_tile, (*program.operand(weights, first, me), first))
     _fill(me, p, a, s)
 
 
 def _copy_tokens(work: Work, g: jax.Array, x: Ref, target: Ref, ready: Ref, s: Settings) -> None:
     """Copies a group's inputs of the tile's tokens, and of a few tokens more."""
-    sizes = [n for n in (s.tokens // 4, s.tokens // 2, s.tokens) if n >= _FEWEST]
-    for fewer, size in zip([0, *sizes], sizes, strict=False):
+    for fewer, size in zip([0, *s.copied], s.copied, strict=False):
 
         @pl.when((work.size > fewer) & (work.size <= size))
         def _(size: int = size) -> None:
@@ -382,13 +416,14 @@ def _produce(share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Set
 
     def tile(number: jax.Array, slot: jax.Array) -> jax.Array:
         work = _work(number, p, across, s)
-        some = pl.ds(work.expert * (rows // ROWS) + work.tile * s.consumers, s.consumers)
+        first = work.expert * (rows // ROWS) + work.tile * s.consumers
+        some, scaled = pl.ds(first, s.consumers), pl.ds(first, s.scaled)
 
         def group(g: jax.Array, slot: jax.Array) -> jax.Array:
             ready = m.ready.at[slot]
             plgpu.barrier_wait(m.free.at[slot])
             plgpu.copy_gmem_to_smem(a.codes.at[some, g], m.codes.at[slot], ready)
-            plgpu.copy_gmem_to_smem(a.scales.at[some, g], m.scales.at[slot], ready)
+            plgpu.copy_gmem_to_smem(a.scales.at[scaled, g], m.scales.at[slot], ready)
             _copy_tokens(work, g, a.x, m.x.at[slot], ready, s)
             return ring.next_slot(slot, s.stages)
 
@@ -440,7 +475,7 @@ def _kernel(*refs: Ref, rows: int, s: Settings, has_tables: bool) -> None:
         body,
         Memory(
             codes=plgpu.SMEM((s.stages, s.consumers, *a.codes.shape[2:]), jnp.uint8),
-            scales=plgpu.SMEM((s.stages, s.consumers, ROWS), a.scales.dtype),
+            scales=plgpu.SMEM((s.stages, s.scaled, ROWS), a.scales.dtype),
             tables=[plgpu.SMEM((TABLES, TABLE_BYTES), jnp.uint8)] * has_tables,
             x=plgpu.SMEM((s.stages, s.tokens, GROUP), a.x.dtype, transforms=_SWIZZLE),
             token_scales=plgpu.SMEM((s.tokens,), jnp.bfloat16),

@@ -8,9 +8,9 @@ memory hide behind them. Targets: 24, 85 and 330 us. Seen: 28.0, 101 and 345 (XL
 What `int4.py` loses, and what is different here:
   - Its products wait for one another and its conversion hides behind nothing: ptxas serializes
     products (C7513) as soon as registers that a product reads are written while one is on its way,
-    even the next one's. Here such registers are written between products, by instructions that
-    ptxas cannot leave out (`_settle`), and what they are written from is computed before a wait,
-    which is a loop, over which the compiler moves nothing.
+    even the next one's. Here such registers are written between products (`program.settle`), by
+    instructions that ptxas cannot leave out, and what they are written from is computed before a
+    wait, which is a loop, over which the compiler moves nothing.
   - Warpgroups take turns: one's products are in the matrix unit's queue while another, whose are
     done, starts its next ones.
   - Scales and biases of the outputs are copied ahead, like those of the tokens.
@@ -30,12 +30,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import lane, ring
+from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.hopper.matmul import epilogue, program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
-from pallas_kernels.mosaic.lane import Int, fragments
-from pallas_kernels.mosaic.lane.instructions import asm
-from pallas_kernels.mosaic.lane.numbers import i32
 from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
 from pallas_kernels.mosaic.ring import ROWS, SCALAR, WARPGROUPS
@@ -133,23 +130,6 @@ def _operand(m: Memory, slot: jax.Array, me: jax.Array) -> jax.Array:
     return ring.inline(run, types, words)(me * ROWS, *refs)
 
 
-def _settle(words: jax.Array, slot: jax.Array) -> jax.Array:
-    """The same words in newly written registers, while no product is on its way."""
-
-    def run(words: Any, slot: Any) -> Any:
-        # Zero, which ptxas does not know: it would write the registers where the words are made.
-        zero = asm(i32(), [lane.scalar(slot).value], "shr.s32 $0, $1, 31;", "=r,r", True)
-        return fragments.carrier(
-            [
-                Int(asm(i32(), [x.value, zero], "or.b32 $0, $1, $2;", "=r,r,r", True))
-                for x in fragments.scalars(words)
-            ]
-        )
-
-    kind = ring.array(words.shape, jnp.int32)
-    return ring.inline(run, (plgpu.Layout.WGMMA, SCALAR), kind)(words, slot)
-
-
 def _accumulate(
     groups: int,
     operand: tuple[jax.Array, jax.Array],
@@ -169,7 +149,7 @@ def _accumulate(
         total, words, slot = carry
         is_inside = g + 1 < groups
         following = ring.next_slot(slot, s.stages)
-        total = program.start(_settle(words, slot), m.x.at[slot], total)
+        total = program.start(program.settle(words, slot), m.x.at[slot], total)
         turns.hand_on()
         pl.when(is_inside | has_next)(lambda: plgpu.barrier_wait(m.ready.at[following]))
         # While the product is in flight. After the last group this converts stale memory.

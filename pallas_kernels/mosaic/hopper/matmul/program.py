@@ -15,9 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic import lane, ring
 from pallas_kernels.mosaic.hopper.matmul import epilogue
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue
+from pallas_kernels.mosaic.lane import Int, fragments
+from pallas_kernels.mosaic.lane.instructions import asm
+from pallas_kernels.mosaic.lane.numbers import i32
 from pallas_kernels.mosaic.products import int4, wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP
 from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR, WARPGROUPS
@@ -171,6 +174,23 @@ def operand(
         return int4.operand(codes, scales, tables[0] if tables else None, row, dtype)
 
     return ring.inline(run, types, (words, unit))(half * ROWS, *refs)
+
+
+def settle(words: jax.Array, slot: jax.Array) -> jax.Array:
+    """The same words in newly written registers, while no product is on its way."""
+
+    def run(words: Any, slot: Any) -> Any:
+        # Zero, which ptxas does not know: it would write the registers where the words are made.
+        zero = asm(i32(), [lane.scalar(slot).value], "shr.s32 $0, $1, 31;", "=r,r", True)
+        return fragments.carrier(
+            [
+                Int(asm(i32(), [x.value, zero], "or.b32 $0, $1, $2;", "=r,r,r", True))
+                for x in fragments.scalars(words)
+            ]
+        )
+
+    kind = ring.array(words.shape, jnp.int32)
+    return ring.inline(run, (plgpu.Layout.WGMMA, SCALAR), kind)(words, slot)
 
 
 def start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
