@@ -139,7 +139,7 @@ def _gradient(
 
 
 def _in_one(gradients: tuple[Any, ...]) -> jax.Array:
-    """Those of query, key and value of the first sequence; those of extras, of which are none."""
+    """Those of query, key and value of the first sequence; those of modifiers: none."""
     return jnp.concatenate([x[:1].reshape(1, -1) for x in gradients[:3]], axis=1)
 
 

@@ -47,7 +47,7 @@ class Settings:
     interpret: bool
 
 
-class Extras(NamedTuple):
+class ScoreModifiers(NamedTuple):
     """Optional arrays of a call (in the kernel refs); None where it has none."""
 
     # Int32 ``[B]``, by how much a query's position exceeds a key's of the same index.
@@ -65,7 +65,7 @@ class Extras(NamedTuple):
     sinks: Ref | None = None  # float32 ``[N]``, logits in the denominators
 
 
-NOTHING = Extras()  # A call that has none of them
+NO_MODIFIERS = ScoreModifiers()  # A call that has none of them
 
 
 class _Query(NamedTuple):
@@ -79,15 +79,15 @@ class _Query(NamedTuple):
     is_shifted: bool  # whether positions are not indices
     segment: jax.Array | None  # int32 [tile]
     bounds: tuple[jax.Array, jax.Array] | None  # int32 [tile], of key numbers
-    extras: "_Extras"
+    modifiers: "_TileModifiers"
 
     def moved(self, shift: jax.Array) -> "_Query":
         places = {name: getattr(self, name) + shift for name in ("position", "first", "last")}
         return self._replace(**places, is_shifted=True)
 
 
-class _Extras(NamedTuple):
-    """The refs of `Extras` for a tile of queries of one head, or their contents."""
+class _TileModifiers(NamedTuple):
+    """The refs of `ScoreModifiers` for a tile of queries of one head, or their contents."""
 
     sequence: jax.Array  # int32 scalar
     key_segments: Ref | None
@@ -156,9 +156,9 @@ def _mask(query: _Query, position: jax.Array, length: jax.Array, s: Settings) ->
         mask = mask & (k <= q)
     if s.window is not None:
         mask = mask & (k >= q - s.window[0]) & (k <= q + s.window[1])
-    segments = query.extras.key_segments
+    segments = query.modifiers.key_segments
     if segments is not None and query.segment is not None:
-        at = query.extras.sequence, jnp.minimum(position, segments.shape[1] - 1)
+        at = query.modifiers.sequence, jnp.minimum(position, segments.shape[1] - 1)
         mask = mask & (query.segment[:, None] == plgpu.load(segments.at[at])[None, :])
     if query.bounds is not None:
         start, end = query.bounds
@@ -168,16 +168,16 @@ def _mask(query: _Query, position: jax.Array, length: jax.Array, s: Settings) ->
 
 def _added(query: _Query, position: jax.Array) -> jax.Array | None:
     """What is added to the scores ``[tile, t]``: a bias, slopes times distances, or None."""
-    extras, added = query.extras, None
-    if extras.slope is not None:
+    modifiers, added = query.modifiers, None
+    if modifiers.slope is not None:
         distance = jnp.abs(query.position[:, None] - position[None, :])
-        added = -extras.slope * distance.astype(jnp.float32)
-    if extras.bias is not None:
-        b, head, rows = extras.bias_at
-        inside = position < extras.bias.shape[3]
-        at = extras.bias.at[b, head, rows[:, None], position[None, :]]
+        added = -modifiers.slope * distance.astype(jnp.float32)
+    if modifiers.bias is not None:
+        b, head, rows = modifiers.bias_at
+        inside = position < modifiers.bias.shape[3]
+        at = modifiers.bias.at[b, head, rows[:, None], position[None, :]]
         mask = jnp.broadcast_to(inside[None, :], (rows.shape[0], position.shape[0]))
-        zero = jnp.zeros((), extras.bias.dtype)
+        zero = jnp.zeros((), modifiers.bias.dtype)
         bias = plgpu.load(at, mask=mask, other=zero).astype(jnp.float32)
         added = bias if added is None else bias + added
     return added
@@ -297,7 +297,7 @@ def _kernel(
     v_scale_ref: Ref,
     query_lengths_ref: Ref,
     key_lengths_ref: Ref,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     out_ref: Ref,
     lse_ref: Ref,
     *,
@@ -315,13 +315,13 @@ def _kernel(
     inside = jnp.minimum(position, padded - 1)
     query_length = plgpu.load(query_lengths_ref.at[b])
     length = plgpu.load(key_lengths_ref.at[b])
-    shift = None if extras.shift is None else plgpu.load(extras.shift.at[b])
-    segments = extras.query_segments
+    shift = None if modifiers.shift is None else plgpu.load(modifiers.shift.at[b])
+    segments = modifiers.query_segments
     last = jnp.minimum(first + s.tile, query_length) - 1
     bounds = None
-    if extras.starts is not None and extras.ends is not None:
-        row = jnp.minimum(position, extras.starts.shape[1] - 1)
-        bounds = plgpu.load(extras.starts.at[b, row]), plgpu.load(extras.ends.at[b, row])
+    if modifiers.starts is not None and modifiers.ends is not None:
+        row = jnp.minimum(position, modifiers.starts.shape[1] - 1)
+        bounds = plgpu.load(modifiers.starts.at[b, row]), plgpu.load(modifiers.ends.at[b, row])
     codes = _load(q_ref, (b, head), inside, channels)
     query = _Query(
         # The factor of the scores stays positive, so that it does not move the maximum.
@@ -335,7 +335,7 @@ def _kernel(
         if segments is None
         else plgpu.load(segments.at[b, jnp.minimum(position, segments.shape[1] - 1)]),
         bounds=bounds,
-        extras=_of_tile(extras, b, head, position),
+        modifiers=_of_tile(modifiers, b, head, position),
     )
     if shift is not None:
         query = query.moved(shift)
@@ -354,12 +354,12 @@ def _kernel(
     start, full_start, full_stop, stop = found
     # Nothing to see for a tile of padding.
     stop = jnp.where(last < first, start, stop)
-    if extras.ranges is not None:
-        start = jnp.maximum(start, plgpu.load(extras.ranges.at[b, i, jnp.int32(0)]))
+    if modifiers.ranges is not None:
+        start = jnp.maximum(start, plgpu.load(modifiers.ranges.at[b, i, jnp.int32(0)]))
         stop = jnp.maximum(
-            jnp.minimum(stop, plgpu.load(extras.ranges.at[b, i, jnp.int32(1)])), start
+            jnp.minimum(stop, plgpu.load(modifiers.ranges.at[b, i, jnp.int32(1)])), start
         )
-    if extras.ranges is not None or extras.bias is not None:
+    if modifiers.ranges is not None or modifiers.bias is not None:
         full_start = full_stop = start  # every block has its mask
     full_stop = jnp.minimum(full_stop, stop)
     state = (
@@ -382,8 +382,10 @@ def _kernel(
     total = jnp.where(nothing, 1.0, l)
     out = jnp.where(nothing[:, None], 0.0, o * (1 / total)[:, None])
     lse = jnp.where(nothing, -jnp.inf, m / s.unit + jnp.log(total))
-    if extras.sinks is not None:
-        out, lse = _with_sink(out, lse, plgpu.load(extras.sinks.at[head]), position < query_length)
+    if modifiers.sinks is not None:
+        out, lse = _with_sink(
+            out, lse, plgpu.load(modifiers.sinks.at[head]), position < query_length
+        )
     c = jnp.arange(channels.padded, dtype=jnp.int32)
     is_token = position < tokens
     plgpu.store(
@@ -394,19 +396,21 @@ def _kernel(
     plgpu.store(lse_ref.at[b, position, head], lse, mask=is_token)
 
 
-def _of_tile(extras: Extras, b: jax.Array, head: jax.Array, position: jax.Array) -> _Extras:
-    """A tile's share of the extras, for the queries at these indices."""
-    bias, zero = extras.bias, jnp.int32(0)
+def _of_tile(
+    modifiers: ScoreModifiers, b: jax.Array, head: jax.Array, position: jax.Array
+) -> _TileModifiers:
+    """A tile's share of the modifiers, for the queries at these indices."""
+    bias, zero = modifiers.bias, jnp.int32(0)
     at: tuple[jax.Array, ...] = ()
     if bias is not None:
         rows = jnp.minimum(position, bias.shape[2] - 1)
         at = (b if bias.shape[0] > 1 else zero, head if bias.shape[1] > 1 else zero, rows)
-    return _Extras(
+    return _TileModifiers(
         sequence=b,
-        key_segments=extras.key_segments,
+        key_segments=modifiers.key_segments,
         bias=bias,
         bias_at=at,
-        slope=None if extras.slopes is None else plgpu.load(extras.slopes.at[head]),
+        slope=None if modifiers.slopes is None else plgpu.load(modifiers.slopes.at[head]),
     )
 
 
@@ -437,19 +441,19 @@ def attention(
     tokens: int,
     dtype: jax.typing.DTypeLike,
     settings: Settings,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with operands that are already quantized, or in floating point.
 
     As `mosaic.hopper.attention.attention`, but keys are in the order of tokens, queries always come
     with their scales, and results are ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, T, N]``.
-    Shifts, segments, bounds, slopes and sinks are in `extras`.
+    Shifts, segments, bounds, slopes and sinks are in `modifiers`.
     """
     batch, heads, _, head_dim = q.shape
     return varying.pallas_call(
         functools.partial(_kernel, s=settings),
         grid=(pl.cdiv(tokens, settings.tile), heads, batch),
-        in_specs=[*[_common.WHOLE] * 8, jax.tree.map(lambda _: _common.WHOLE, extras)],
+        in_specs=[*[_common.WHOLE] * 8, jax.tree.map(lambda _: _common.WHOLE, modifiers)],
         out_specs=[_common.WHOLE] * 2,
         out_shape=[
             jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), dtype),
@@ -458,4 +462,4 @@ def attention(
         compiler_params=_common.parameters(settings.num_warps, settings.num_stages),
         interpret=settings.interpret,
         name="turbojax_attention",
-    )(q, q_scale, k, k_scale, v, v_scale, query_lengths, key_lengths, extras)
+    )(q, q_scale, k, k_scale, v, v_scale, query_lengths, key_lengths, modifiers)

@@ -156,7 +156,7 @@ def segment_ids(case, tokens, seed):
     return np.stack(rows).astype(np.int32)
 
 
-def extras_of(case):
+def modifiers_of(case):
     """What `Case` says of segments, offsets and sinks, by the names of the API."""
     found = {}
     if case.segments is not None:
@@ -174,9 +174,9 @@ def extras_of(case):
 
 def options(case, head_dim=16):
     """The oracle's keyword arguments."""
-    more = extras_of(case)
+    more = modifiers_of(case)
     return {
-        **({"extras": more} if more else {}),
+        **({"modifiers": more} if more else {}),
         "block_q": case.block_q,
         "block_kv": case.block_kv,
         "scale": 1 / math.sqrt(head_dim) if case.scale is None else case.scale,
@@ -195,7 +195,7 @@ def api_options(case):
         "key_value_seq_lengths": case.key_lengths,
     }
     found = {k: jnp.asarray(v, jnp.int32) for k, v in lengths.items() if v is not None}
-    return static, found | {k: jnp.asarray(v) for k, v in extras_of(case).items()}
+    return static, found | {k: jnp.asarray(v) for k, v in modifiers_of(case).items()}
 
 
 def worst(got, want):

@@ -1,6 +1,6 @@
 """`turbojax.bounds` against dense masks made pair by pair, and attention with such bounds.
 
-`key_bounds` beside all other options, against a float64 oracle: `tests/tools/test_extras.py`.
+`key_bounds` beside all other options, against a float64 oracle: `tests/tools/test_modifiers.py`.
 """
 
 import doctest

@@ -9,9 +9,9 @@ import pytest
 
 import turbojax as tj
 from turbojax._registry import Implementation, Registry
-from turbojax.attention.optional_arrays import Extras
 from turbojax.attention.pooled import api, lists, operands, pooling, segments
 from turbojax.attention.pooled.static import LEVELS, PooledOptions
+from turbojax.attention.score_modifiers import ScoreModifiers
 from turbojax.numerics import rows
 
 # Query tokens, key tokens, block_q, block_kv, is_causal, query lengths, key lengths.
@@ -233,7 +233,7 @@ def test_lists_of_packed_sequences(shape):
         for n in (tokens, size)
     ]
     shift, lengths = np.array([0, 21]), (np.array([tokens, 77]), np.array([size, 99]))
-    extras = Extras(
+    modifiers = ScoreModifiers(
         query_offset=jnp.asarray(shift, jnp.int32),
         query_segment_ids=jnp.asarray(ids[0]),
         key_value_segment_ids=jnp.asarray(ids[1]),
@@ -241,8 +241,8 @@ def test_lists_of_packed_sequences(shape):
     given = tuple(jnp.asarray(x, jnp.int32) for x in lengths)
     asked = draw(shape, batch=2, seed=2)
     static = PooledOptions(is_causal, scale=1.0, block_q=block_q, block_kv=block_kv)
-    levels = segments.attended(jnp.asarray(asked), *given, extras, block_q, block_kv)
-    rest = (tokens, size, *given, static, extras)
+    levels = segments.attended(jnp.asarray(asked), *given, modifiers, block_q, block_kv)
+    rest = (tokens, size, *given, static, modifiers)
     by_query = jax.jit(lists.by_query, static_argnums=(1, 2, 5))(levels, *rest)
     every = by_every_key(levels, rows_, *rest)
     levels = np.asarray(levels, int)
@@ -447,7 +447,7 @@ def test_lengths_beyond_the_arrays_act_as_the_nearest_bound_under_jit():
     np.testing.assert_array_equal(got, want)
 
 
-def ones(query, key, value, levels, query_length, key_length, *, options, extras):
+def ones(query, key, value, levels, query_length, key_length, *, options, modifiers):
     """Stands for a kernel."""
     return jnp.ones_like(query), jnp.ones(query.shape[:3])
 
@@ -481,9 +481,9 @@ def test_what_implementations_are_asked(monkeypatch):
     """Everything there is to know without looking at values."""
     asked = []
 
-    def unsupported(*, query, key, value, levels, options, extras):
+    def unsupported(*, query, key, value, levels, options, modifiers):
         asked.append((query.shape, key.shape, value.shape, levels.dtype, options))
-        assert not extras.given
+        assert not modifiers.given
         return "not now"
 
     pretend(monkeypatch, "FORWARD", Implementation("triton", ones, unsupported))

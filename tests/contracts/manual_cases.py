@@ -97,8 +97,8 @@ def _turbo_gradient() -> Built:
     def call(query: Any, key: Any, value: Any, slopes: Any, sinks: Any, bias: Any) -> Any:
         def attend(*x: Any) -> Any:
             query, key, value, slopes, sinks, bias = x
-            extras = {"alibi_slopes": slopes, "sinks": sinks, "bias": bias}
-            out = tj.turbo_attention(query, key, value, config=CONFIG, is_causal=True, **extras)
+            modifiers = {"alibi_slopes": slopes, "sinks": sinks, "bias": bias}
+            out = tj.turbo_attention(query, key, value, config=CONFIG, is_causal=True, **modifiers)
             return jnp.sum(jnp.sin(out.astype(jnp.float32)))
 
         return jax.grad(attend, argnums=tuple(range(6)))(query, key, value, slopes, sinks, bias)

@@ -58,7 +58,7 @@ def test_attention(mode, softmax, case):
     assert_near(got[1], want[1], jnp.float32, RELATIVE[mode])
 
 
-def extras_of(names, batch=3, tokens=700, heads=8):
+def modifiers_of(names, batch=3, tokens=700, heads=8):
     rng = np.random.default_rng(3)
     ids = jnp.asarray(np.sort(rng.integers(0, 5, (batch, tokens))), jnp.int32)
     all_of_them = {
@@ -91,12 +91,12 @@ def extras_of(names, batch=3, tokens=700, heads=8):
     ],
     ids=" ".join,
 )
-def test_attention_with_extras(mode, names):
+def test_attention_with_modifiers(mode, names):
     q, k, v = normal(1, (3, 700, 8, 128)), normal(2, (3, 700, 2, 128)), normal(3, (3, 700, 2, 128))
     options = {"config": tj.TurboConfig(mode=mode), "output_dtype": jnp.float32}
     options["is_causal"] = "images" not in names
     options["key_value_seq_lengths"] = jnp.array([700, 130, 0])
-    got, want = both(attend, q, k, v, **options, **extras_of(names))
+    got, want = both(attend, q, k, v, **options, **modifiers_of(names))
     assert got[0].dtype == jnp.float32
     # Sums of rounded weights: of the outputs' size, not of float32's last place.
     assert_near(got[0], want[0], q.dtype, RELATIVE[mode])

@@ -5,7 +5,7 @@ import contextlib
 import jax
 import jax.numpy as jnp
 
-from turbojax.attention.optional_arrays import Extras
+from turbojax.attention.score_modifiers import ScoreModifiers
 
 # The name by which newer versions of jax look up what a GPU can do.
 _GPU = "NVIDIA H100 80GB HBM3"
@@ -40,8 +40,8 @@ SEGMENTS = ("query_segment_ids", "key_value_segment_ids")
 OFFSETS = ("query_offset", "key_offset")
 
 
-def extras_of(names, batch, tokens, size, heads):
-    """Shapes and dtypes of these extras, as arguments of `lower_for_cuda`."""
+def modifiers_of(names, batch, tokens, size, heads):
+    """Shapes and dtypes of these modifiers, as arguments of `lower_for_cuda`."""
     kinds = {
         "query_offset": ((batch,), jnp.int32),
         "key_offset": ((batch,), jnp.int32),
@@ -55,4 +55,4 @@ def extras_of(names, batch, tokens, size, heads):
     given = {name: jax.ShapeDtypeStruct(*kinds[name]) for name in names}
     if "key_bounds" in given:
         given["key_bounds"] = (given["key_bounds"],) * 2
-    return Extras(**given)
+    return ScoreModifiers(**given)

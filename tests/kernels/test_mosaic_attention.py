@@ -17,10 +17,10 @@ import turbojax as tj
 from pallas_kernels.mosaic.hopper import segments
 from tests.attention.attention_helpers import EXACT, SAS_2, SAS_E
 from tests.grids import pairwise
-from tests.kernels.kernel_helpers import OFFSETS, SEGMENTS, extras_of, lower_for_cuda
+from tests.kernels.kernel_helpers import OFFSETS, SEGMENTS, lower_for_cuda, modifiers_of
 from turbojax import _device
-from turbojax.attention.optional_arrays import NOTHING
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS
 from turbojax.attention.turbo import mosaic_gpu
 from turbojax.attention.turbo.operands import permute_tokens, quantize_queries
 from turbojax.bounds import image_blocks
@@ -29,10 +29,10 @@ MODES = ("int8", "int8_fp8", "fp8")
 SEES_ALL = Options(False, scale=0.1)
 
 
-def refusal(config=tj.TurboConfig(), shape=(1, 8, 2, 64), extras=NOTHING, of_values=None):
+def refusal(config=tj.TurboConfig(), shape=(1, 8, 2, 64), modifiers=NO_MODIFIERS, of_values=None):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     value = jax.ShapeDtypeStruct((*shape[:3], of_values or shape[3]), jnp.bfloat16)
-    given = {"config": config, "options": SEES_ALL, "extras": extras}
+    given = {"config": config, "options": SEES_ALL, "modifiers": modifiers}
     return mosaic_gpu.attention_unsupported(query=x, key=x, value=value, **given)
 
 
@@ -64,13 +64,13 @@ def test_refusals_in_words(config, shape, words):
 
 
 @pytest.mark.usefixtures("hopper")
-def test_which_extras_it_has():
+def test_which_modifiers_it_has():
     every = ("query_offset", "key_offset", *SEGMENTS, "alibi_slopes", "bias", "sinks")
-    assert refusal(extras=extras_of(every, 1, 8, 8, 2)) is None
+    assert refusal(modifiers=modifiers_of(every, 1, 8, 8, 2)) is None
     others = ("key_bounds", *OFFSETS, "alibi_slopes", "sinks")
-    assert refusal(extras=extras_of(others, 1, 8, 8, 2)) is None
+    assert refusal(modifiers=modifiers_of(others, 1, 8, 8, 2)) is None
     words = "it has no key_bounds beside segments"
-    assert words in refusal(extras=extras_of((*SEGMENTS, "key_bounds"), 1, 8, 8, 2))
+    assert words in refusal(modifiers=modifiers_of((*SEGMENTS, "key_bounds"), 1, 8, 8, 2))
     assert refusal(of_values=48) is None
     words = "head_dim=80 of values must be at most that of keys, 64"
     assert refusal(of_values=80) == words
@@ -111,7 +111,7 @@ def lower(
     tokens=100,
     options=SEES_ALL,
     launch=None,
-    extras=(),
+    modifiers=(),
     of_values=None,
 ):
     run = functools.partial(mosaic_gpu.attention, config=config, options=options, launch=launch)
@@ -120,9 +120,9 @@ def lower(
         for n, h, d in ((tokens, 4, head_dim), (150, 2, head_dim), (150, 2, of_values or head_dim))
     )
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
-    given = extras_of(extras, 2, tokens, 150, 4)
+    given = modifiers_of(modifiers, 2, tokens, 150, 4)
     arrays = (query, key, value, lengths, lengths, given)
-    return lower_for_cuda(lambda *x: run(*x[:-1], extras=x[-1]), *arrays)
+    return lower_for_cuda(lambda *x: run(*x[:-1], modifiers=x[-1]), *arrays)
 
 
 LOWERED = pairwise(
@@ -149,8 +149,8 @@ def test_it_lowers(feature, softmax, head_dim, tokens, mode, dtype, block_kv):
     assert "mosaic_gpu" in lower(config, head_dim, dtype, tokens, FEATURES[feature])
 
 
-EXTRAS = pairwise(
-    extras=[
+MODIFIERS = pairwise(
+    modifiers=[
         SEGMENTS,
         (*SEGMENTS, *OFFSETS),
         (*SEGMENTS, "sinks"),
@@ -175,17 +175,17 @@ EXTRAS = pairwise(
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize(
-    ("extras", "feature", "head_dim", "mode", "softmax", "dtype", "out_dtype", "block_kv"),
-    EXTRAS[::3],
+    ("modifiers", "feature", "head_dim", "mode", "softmax", "dtype", "out_dtype", "block_kv"),
+    MODIFIERS[::3],
 )
-def test_extras_lower(extras, feature, head_dim, mode, softmax, dtype, out_dtype, block_kv):
+def test_modifiers_lower(modifiers, feature, head_dim, mode, softmax, dtype, out_dtype, block_kv):
     """Each of them, with all else, in pairs."""
     config = tj.TurboConfig(
         mode=mode, softmax=softmax, block_q=128, block_kv=block_kv, buffer_size=block_kv
     )
     options = dataclasses.replace(FEATURES[feature], out_dtype=out_dtype)
     head_dim, of_values = head_dim
-    given = {"options": options, "extras": extras, "of_values": of_values}
+    given = {"options": options, "modifiers": modifiers, "of_values": of_values}
     assert "mosaic_gpu" in lower(config, head_dim, dtype, 300, **given)
 
 

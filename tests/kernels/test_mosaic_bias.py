@@ -24,8 +24,8 @@ from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import warp
 from tests.oracles.fragments import accumulator, fragments
-from turbojax.attention.optional_arrays import Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import ScoreModifiers
 from turbojax.attention.turbo import mosaic_gpu, mosaic_gradient
 from turbojax.attention.turbo.api import ATTENTION
 from turbojax.attention.turbo.gradient import GRADIENT
@@ -211,7 +211,7 @@ def operands(shape, dtype, head_dim, size):
     """Shapes of queries, keys, values, lengths and a bias."""
     q, k = (jax.ShapeDtypeStruct((2, n, 4, head_dim), jnp.bfloat16) for n in (300, size))
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
-    return (q, k, k, lengths, lengths), Extras(bias=jax.ShapeDtypeStruct(shape, dtype))
+    return (q, k, k, lengths, lengths), ScoreModifiers(bias=jax.ShapeDtypeStruct(shape, dtype))
 
 
 LOWERED = [
@@ -229,22 +229,24 @@ LOWERED = [
 def test_attention_lowers(case):
     """Kinds, dtypes, head dims; keys that are no multiple of 4."""
     shape, dtype, mode, head_dim, size = case
-    arrays, extras = operands(shape, dtype, head_dim, size)
+    arrays, modifiers = operands(shape, dtype, head_dim, size)
     static = {"config": tj.TurboConfig(mode=mode, softmax=EXACT), "options": CAUSAL}
     run = functools.partial(mosaic_gpu.attention, **static)
-    assert "mosaic_gpu" in lower_for_cuda(lambda *x: run(*x[:-1], extras=x[-1]), *arrays, extras)
+    assert "mosaic_gpu" in lower_for_cuda(
+        lambda *x: run(*x[:-1], modifiers=x[-1]), *arrays, modifiers
+    )
 
 
 @pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("case", LOWERED, ids=lambda case: "-".join(map(str, case[0])))
 def test_gradients_lower(case):
     shape, dtype, mode, head_dim, size = case
-    arrays, extras = operands(shape, dtype, head_dim, size)
+    arrays, modifiers = operands(shape, dtype, head_dim, size)
     config = tj.TurboConfig(mode=mode, softmax=EXACT, gradient="8bit")
     run = functools.partial(mosaic_gradient.gradient, config=config, options=CAUSAL)
     rows = jax.ShapeDtypeStruct((2, 300, 4), jnp.float32)
-    arrays = (*arrays, arrays[0], rows, arrays[0], rows, extras)
-    assert "mosaic_gpu" in lower_for_cuda(lambda *x: run(*x[:-1], extras=x[-1]), *arrays)
+    arrays = (*arrays, arrays[0], rows, arrays[0], rows, modifiers)
+    assert "mosaic_gpu" in lower_for_cuda(lambda *x: run(*x[:-1], modifiers=x[-1]), *arrays)
 
 
 @pytest.mark.parametrize(
@@ -267,9 +269,9 @@ def test_launches_of_a_bias(block_kv, rows, dtype, ahead):
 
 def test_keys_are_padded_only_where_they_must_be():
     x = jnp.ones((1, 2, 3, 8), jnp.bfloat16)
-    assert bias_of_hopper(Extras(bias=x)) is x
-    assert bias_of_hopper(Extras(bias=x[..., :5])).shape == (1, 2, 3, 8)
-    assert bias_of_hopper(Extras()) is None
+    assert bias_of_hopper(ScoreModifiers(bias=x)) is x
+    assert bias_of_hopper(ScoreModifiers(bias=x[..., :5])).shape == (1, 2, 3, 8)
+    assert bias_of_hopper(ScoreModifiers()) is None
 
 
 @pytest.mark.parametrize("registry", [ATTENTION, GRADIENT])
@@ -277,11 +279,11 @@ def test_hoppers_kernels_are_the_default(registry, hopper):
     x = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
     given = {"query": x, "key": x, "value": x, "options": Options(False, scale=0.1)}
     ends = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-    for extras in (
-        Extras(bias=jax.ShapeDtypeStruct((1, 1, 8, 8), jnp.bfloat16)),
-        Extras(key_bounds=(ends, ends)),
+    for modifiers in (
+        ScoreModifiers(bias=jax.ShapeDtypeStruct((1, 1, 8, 8), jnp.bfloat16)),
+        ScoreModifiers(key_bounds=(ends, ends)),
     ):
-        chosen = registry.select(None, **given, config=tj.TurboConfig(), extras=extras)
+        chosen = registry.select(None, **given, config=tj.TurboConfig(), modifiers=modifiers)
         assert chosen.name == "mosaic_gpu"
 
 
@@ -309,22 +311,22 @@ def of_softmax(monkeypatch):
     monkeypatch.setattr(softmax, "mgpu", barrier)
 
 
-def prepared(scores, factors, limits, policy, *extras):
+def prepared(scores, factors, limits, policy, *modifiers):
     """As the kernel does it: what is hidden or capped is scaled before."""
     factors = factors if isinstance(factors, tuple) else (factors,)
-    if limits is None and policy.soft_cap is None and not extras:
+    if limits is None and policy.soft_cap is None and not modifiers:
         return scores, factors
-    return softmax.seen(scores, factors, limits, policy, *extras), (np.float32(1),)
+    return softmax.seen(scores, factors, limits, policy, *modifiers), (np.float32(1),)
 
 
-def by_step(scores, m, l, factors, limits, policy, *extras):
-    scores, factors = prepared(scores, factors, limits, policy, *extras)
+def by_step(scores, m, l, factors, limits, policy, *modifiers):
+    scores, factors = prepared(scores, factors, limits, policy, *modifiers)
     weights, m, l, alpha, unit = softmax.step(scores, m, l, factors, policy)
     return weights, m, l, alpha, unit
 
 
-def ahead(scores, m, l, factors, limits, policy, *extras):
-    scores, factors = prepared(scores, factors, limits, policy, *extras)
+def ahead(scores, m, l, factors, limits, policy, *modifiers):
+    scores, factors = prepared(scores, factors, limits, policy, *modifiers)
     top, new, alpha = softmax.maxima(scores, m, factors, policy)
     x = softmax.arguments(scores, new, factors, policy)
     weights, l, unit = softmax.weigh(x, top, new, alpha, l, policy)

@@ -18,11 +18,11 @@ from pallas_kernels.mosaic.hopper.gradient import elementwise, tiles
 from tests.attention.attention_helpers import EXACT, MODES
 from tests.grids import pairwise
 from tests.kernels import test_mosaic_bias as lanes_of_biases
-from tests.kernels.kernel_helpers import OFFSETS, SEGMENTS, extras_of, lower_for_cuda
+from tests.kernels.kernel_helpers import OFFSETS, SEGMENTS, lower_for_cuda, modifiers_of
 from tests.oracles.fragments import accumulator
 from turbojax import _device
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.turbo import gradient, mosaic_gradient
 
 SEES_ALL = Options(False, scale=0.1)
@@ -36,9 +36,9 @@ FEATURES = {
 }
 
 
-def refusal(config, head_dim=64, dtype=jnp.bfloat16, extras=()):
+def refusal(config, head_dim=64, dtype=jnp.bfloat16, modifiers=()):
     x = jax.ShapeDtypeStruct((1, 8, 2, head_dim), dtype)
-    given = {"options": SEES_ALL, "extras": extras_of(extras, 1, 8, 8, 2)}
+    given = {"options": SEES_ALL, "modifiers": modifiers_of(modifiers, 1, 8, 8, 2)}
     return mosaic_gradient.unsupported(query=x, key=x, value=x, config=config, **given)
 
 
@@ -77,19 +77,19 @@ def test_refusals_in_words(config, head_dim, dtype, words):
 
 
 @pytest.mark.usefixtures("hopper")
-def test_which_extras_it_has():
+def test_which_modifiers_it_has():
     every = (*OFFSETS, *SEGMENTS, "alibi_slopes", "bias", "sinks")
-    assert refusal(tj.TurboConfig(), extras=every) is None
-    assert refusal(tj.TurboConfig(), 256, extras=("bias",)) is None
+    assert refusal(tj.TurboConfig(), modifiers=every) is None
+    assert refusal(tj.TurboConfig(), 256, modifiers=("bias",)) is None
     words = "head_dim=256 must be at most 128 with segments, or gradient='8bit'"
-    assert refusal(tj.TurboConfig(), 256, extras=SEGMENTS) == words
-    assert refusal(tj.TurboConfig(gradient="8bit"), 256, extras=SEGMENTS) is None
+    assert refusal(tj.TurboConfig(), 256, modifiers=SEGMENTS) == words
+    assert refusal(tj.TurboConfig(gradient="8bit"), 256, modifiers=SEGMENTS) is None
     others = ("key_bounds", *OFFSETS, "alibi_slopes", "sinks")
-    assert refusal(tj.TurboConfig(), extras=others) is None
-    assert refusal(tj.TurboConfig(gradient="8bit"), 256, extras=others) is None
+    assert refusal(tj.TurboConfig(), modifiers=others) is None
+    assert refusal(tj.TurboConfig(gradient="8bit"), 256, modifiers=others) is None
     words = "head_dim=256 must be at most 128 with key_bounds, or gradient='8bit'"
-    assert refusal(tj.TurboConfig(), 256, extras=others) == words
-    assert "no key_bounds beside segments" in refusal(tj.TurboConfig(), extras=(*every, *others))
+    assert refusal(tj.TurboConfig(), 256, modifiers=others) == words
+    assert "no key_bounds beside segments" in refusal(tj.TurboConfig(), modifiers=(*every, *others))
 
 
 def test_it_needs_hopper(monkeypatch):
@@ -162,8 +162,8 @@ def test_it_lowers(feature, rounding, head_dim, tokens, mode, dtype, is_ragged, 
     assert "mosaic_gpu" in lower_for_cuda(run, *arrays)
 
 
-EXTRAS = pairwise(
-    extras=[
+MODIFIERS = pairwise(
+    modifiers=[
         SEGMENTS,
         (*SEGMENTS, *OFFSETS),
         (*SEGMENTS, "sinks"),
@@ -187,12 +187,12 @@ EXTRAS = pairwise(
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize(
-    ("extras", "feature", "rounding", "head_dim", "mode", "dtypes", "is_ragged"), EXTRAS[::2]
+    ("modifiers", "feature", "rounding", "head_dim", "mode", "dtypes", "is_ragged"), MODIFIERS[::2]
 )
-def test_extras_lower(extras, feature, rounding, head_dim, mode, dtypes, is_ragged):
+def test_modifiers_lower(modifiers, feature, rounding, head_dim, mode, dtypes, is_ragged):
     """Each of them, with all else, in pairs."""
     dtype, out_dtype = dtypes
-    if head_dim[0] > 128 and {SEGMENTS[0], "key_bounds"} & set(extras):
+    if head_dim[0] > 128 and {SEGMENTS[0], "key_bounds"} & set(modifiers):
         rounding = "8bit"  # what is refused otherwise
     if mode == "float" and (head_dim[0] > 128 or dtype == jnp.float32 or rounding == "8bit"):
         mode = "int8"
@@ -209,9 +209,9 @@ def test_extras_lower(extras, feature, rounding, head_dim, mode, dtypes, is_ragg
     rows = jax.ShapeDtypeStruct((2, 300, 4), jnp.float32)
     arrays = (of(300, 4, channels), of(150, 2, channels), of(150, 2, of_values), lengths, lengths)
     out = of(300, 4, of_values, out_dtype)
-    given = extras_of(extras, 2, 300, 150, 4)
+    given = modifiers_of(modifiers, 2, 300, 150, 4)
     text = lower_for_cuda(
-        lambda *x: run(*x[:-1], extras=x[-1]), *arrays, out, rows, out, rows, given
+        lambda *x: run(*x[:-1], modifiers=x[-1]), *arrays, out, rows, out, rows, given
     )
     assert "mosaic_gpu" in text
 
@@ -234,10 +234,10 @@ def test_nan_of_a_query_that_sees_no_key_does_not_reach_the_kernels():
     residual = jnp.array([[[1.0, 2.0], [0.5, -jnp.inf]]])
     out = jnp.array([[[1.0, 1.0], [0.0, 0.0]]])[..., None].astype(jnp.bfloat16)
     d_out = jnp.array([[[3.0, 4.0], [jnp.nan, jnp.nan]]])[..., None].astype(jnp.bfloat16)
-    clean = mosaic_gradient._of_seeing(d_out, out, residual, Extras(sinks=sinks))
+    clean = mosaic_gradient._of_seeing(d_out, out, residual, ScoreModifiers(sinks=sinks))
     assert clean[0, :, :, 0].tolist() == [[3, 4], [0, 0]]
     assert clean.dtype == d_out.dtype
-    clean = mosaic_gradient._of_seeing(d_out, out, residual, NOTHING)
+    clean = mosaic_gradient._of_seeing(d_out, out, residual, NO_MODIFIERS)
     assert bool(jnp.isnan(clean[0, 1, 0, 0]))
     assert float(clean[0, 1, 1, 0]) == 0
 

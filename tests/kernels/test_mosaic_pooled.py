@@ -16,9 +16,9 @@ from pallas_kernels.mosaic.hopper.pooled import pool as kernel
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import lanes
 from turbojax import _device
-from turbojax.attention.optional_arrays import Extras
 from turbojax.attention.pooled import api, mosaic_gpu, pooling
 from turbojax.attention.pooled.static import LEVELS, PooledOptions
+from turbojax.attention.score_modifiers import ScoreModifiers
 from turbojax.numerics import rows
 
 
@@ -126,9 +126,9 @@ def test_lowers_for_cuda(head_dim, block_q, block_kv, scale, is_causal, with_len
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize(("block_kv", "out_dtype"), [(64, "float32"), (128, None)])
-def test_extras_lower_for_cuda(block_kv, out_dtype):
+def test_modifiers_lower_for_cuda(block_kv, out_dtype):
     query, key, value, levels = shapes(block_kv=block_kv)
-    extras = Extras(
+    modifiers = ScoreModifiers(
         query_offset=jax.ShapeDtypeStruct((2,), jnp.int32),
         query_segment_ids=jax.ShapeDtypeStruct(query.shape[:2], jnp.int32),
         key_value_segment_ids=jax.ShapeDtypeStruct(key.shape[:2], jnp.int32),
@@ -138,30 +138,30 @@ def test_extras_lower_for_cuda(block_kv, out_dtype):
     residual = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
 
     def forward(*arrays):
-        *arrays, extras = arrays
-        return mosaic_gpu.attention(*arrays, None, None, extras=extras, options=options)
+        *arrays, modifiers = arrays
+        return mosaic_gpu.attention(*arrays, None, None, modifiers=modifiers, options=options)
 
     def backward(*arrays):
-        *arrays, extras = arrays
+        *arrays, modifiers = arrays
         return mosaic_gpu.gradient(
-            *arrays[:4], None, None, *arrays[4:], extras=extras, options=options
+            *arrays[:4], None, None, *arrays[4:], modifiers=modifiers, options=options
         )
 
     arrays = (query, key, value, levels)
-    assert "pooled_attention_hopper" in lower_for_cuda(forward, *arrays, extras)
+    assert "pooled_attention_hopper" in lower_for_cuda(forward, *arrays, modifiers)
     cotangents = (out, residual, out, residual)
-    assert "key_gradient_hopper" in lower_for_cuda(backward, *arrays, *cotangents, extras)
+    assert "key_gradient_hopper" in lower_for_cuda(backward, *arrays, *cotangents, modifiers)
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", ["mosaic_gpu", "triton"])
-def test_extras_that_no_kernel_has_are_refused_in_words(name):
+def test_modifiers_that_no_kernel_has_are_refused_in_words(name):
     query, key, value, levels = shapes()
     static = PooledOptions(False, scale=0.1, block_q=128, block_kv=128)
     arguments = {"query": query, "key": key, "value": value, "levels": levels, "options": static}
-    slopes = Extras(alibi_slopes=jax.ShapeDtypeStruct((4,), jnp.float32))
+    slopes = ScoreModifiers(alibi_slopes=jax.ShapeDtypeStruct((4,), jnp.float32))
     with pytest.raises(NotImplementedError, match=f"{name}: it has no alibi_slopes"):
-        api.FORWARD.select(name, **arguments, extras=slopes)
+        api.FORWARD.select(name, **arguments, modifiers=slopes)
 
 
 EPS = float(np.finfo(np.float32).eps)

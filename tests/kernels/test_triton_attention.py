@@ -23,7 +23,7 @@ from tests.attention.attention_helpers import (
     tensors,
 )
 from tests.grids import pairwise
-from tests.kernels.kernel_helpers import extras_of, lower_for_cuda
+from tests.kernels.kernel_helpers import lower_for_cuda, modifiers_of
 from turbojax._device import interpret_kernels
 from turbojax.attention.options import Options
 from turbojax.attention.turbo import triton
@@ -169,7 +169,7 @@ def test_the_gradient_is_straight_through():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-EXTRAS = (
+MODIFIERS = (
     "query_offset",
     "key_offset",
     "query_segment_ids",
@@ -206,10 +206,10 @@ def test_lowers_for_cuda(mode, softmax, dim):
 @pytest.mark.fuzz
 @pytest.mark.parametrize(
     "names",
-    [EXTRAS, EXTRAS[:4], ("key_bounds",)],
+    [MODIFIERS, MODIFIERS[:4], ("key_bounds",)],
     ids=["all", "without additions", "bounds alone"],
 )
-def test_lowers_for_cuda_with_extras(names):
+def test_lowers_for_cuda_with_modifiers(names):
     def of(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -220,6 +220,6 @@ def test_lowers_for_cuda_with_extras(names):
         interpret=False,
     )
     x, kv = of(2, 200, 4, 128, dtype=jnp.bfloat16), of(2, 200, 2, 128, dtype=jnp.bfloat16)
-    extras = extras_of(names, 2, 200, 200, 4)
-    text = lower_for_cuda(call, x, kv, kv, of(2), of(2), extras=extras)
+    modifiers = modifiers_of(names, 2, 200, 200, 4)
+    text = lower_for_cuda(call, x, kv, kv, of(2), of(2), modifiers=modifiers)
     assert "turbojax_attention" in text

@@ -3,8 +3,8 @@
 from tests.oracles.cache import Cache as Cache
 from tests.oracles.gradient import Gradients as Gradients
 from tests.oracles.gradient import attention_gradients as attention_gradients
-from tests.oracles.gradient import attention_with_extras as attention_with_extras
-from tests.oracles.gradient import gradients_with_extras as gradients_with_extras
+from tests.oracles.gradient import attention_with_modifiers as attention_with_modifiers
+from tests.oracles.gradient import gradients_with_modifiers as gradients_with_modifiers
 from tests.oracles.gradient import rounded as rounded
 from tests.oracles.gradient import rounded_values as rounded_values
 from tests.oracles.gradient import scores_of as scores_of

@@ -165,7 +165,7 @@ def scores_of(
     return Scores(mask, added, distance)
 
 
-def attention_with_extras(
+def attention_with_modifiers(
     query, key, value, scores, *, sinks=None, scale=None, logits_soft_cap=None, real=None
 ):
     """Output [B, T, N, Hv] and log-sum-exp [B, T, N]; `real` [B, T] are no padding."""
@@ -186,7 +186,7 @@ def attention_with_extras(
     return out, np.moveaxis(lse, 1, 2)
 
 
-def gradients_with_extras(
+def gradients_with_modifiers(
     query,
     key,
     value,
@@ -204,7 +204,7 @@ def gradients_with_extras(
 
     Of rows whose log-sum-exp is minus infinity the cotangents count as zero.
     """
-    out, lse = attention_with_extras(
+    out, lse = attention_with_modifiers(
         query,
         key,
         value,

@@ -52,11 +52,11 @@ def structure(
     is_causal,
     query_lengths,
     key_lengths,
-    extras=None,
+    modifiers=None,
 ):
     """Groups per sequence, and which query sees which: bool [B, N, T, groups]."""
     batch, tokens, heads, _ = q_shape
-    levels, extras = np.asarray(levels), extras or {}
+    levels, modifiers = np.asarray(levels), modifiers or {}
     all_groups, all_seen = [], []
     for b in range(batch):
         key_length = size if key_lengths is None else int(key_lengths[b])
@@ -64,13 +64,13 @@ def structure(
         length = tokens if query_lengths is None else int(query_lengths[b])
         blocks = {"block_q": block_q, "block_kv": block_kv, "is_causal": is_causal}
         blocks["shift"] = sum(
-            sign * int(extras[name][b])
+            sign * int(modifiers[name][b])
             for name, sign in (("query_offset", 1), ("key_offset", -1))
-            if name in extras
+            if name in modifiers
         )
-        if "query_segment_ids" in extras:
+        if "query_segment_ids" in modifiers:
             names = ("query_segment_ids", "key_value_segment_ids")
-            blocks["ids"] = [np.asarray(extras[name])[b] for name in names]
+            blocks["ids"] = [np.asarray(modifiers[name])[b] for name in names]
         table = levels[b % len(levels)]
         seen = [_seen(x, groups, tokens, length, key_length=key_length, **blocks) for x in table]
         all_groups.append(groups)
@@ -84,11 +84,11 @@ def real_queries(batch, tokens, query_lengths):
     return np.arange(tokens) < np.asarray(lengths)[:, None]
 
 
-def sunk(out, residual, extras, query_lengths):
+def sunk(out, residual, modifiers, query_lengths):
     """Output [B, T, N, H] and log-sum-exp [B, T, N] with the sinks, if there are any."""
-    if not extras or "sinks" not in extras:
+    if not modifiers or "sinks" not in modifiers:
         return out, residual
-    total = np.logaddexp(residual, f64(np.asarray(extras["sinks"], np.float64)))
+    total = np.logaddexp(residual, f64(np.asarray(modifiers["sinks"], np.float64)))
     share = np.where(np.isneginf(residual), 0, np.exp(residual - total))
     real = real_queries(*residual.shape[:2], query_lengths)[..., None]
     return out * share[..., None], np.where(real, total, residual)
@@ -106,7 +106,7 @@ def oracle(
     is_causal,
     query_lengths=None,
     key_lengths=None,
-    extras=None,
+    modifiers=None,
 ):
     """Output [B, T, N, H] and log-sum-exp [B, T, N] in float64.
 
@@ -123,7 +123,7 @@ def oracle(
         is_causal=is_causal,
         query_lengths=query_lengths,
         key_lengths=key_lengths,
-        extras=extras,
+        modifiers=modifiers,
     )
     out, residual = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
     for b in range(q.shape[0]):
@@ -145,7 +145,7 @@ def oracle(
                 weights = np.exp(scores - scores.max())
                 out[b, t, n] = weights @ values[mine[t]] / weights.sum()
                 residual[b, t, n] = scores.max() + np.log(weights.sum())
-    out, residual = sunk(out, residual, extras, query_lengths)
+    out, residual = sunk(out, residual, modifiers, query_lengths)
     return _poison(out, residual, levels, block_q, query_lengths)
 
 
@@ -252,7 +252,7 @@ class Dense:
 def _dense_operands(query, key, value, levels, *, scale, **kwargs):
     """Operands of `dense`; keys and values that are not there are zeros."""
     del scale
-    kwargs = {"query_lengths": None, "key_lengths": None, "extras": None, **kwargs}
+    kwargs = {"query_lengths": None, "key_lengths": None, "modifiers": None, **kwargs}
     size = key.shape[1]
     groups, seen = structure(query.shape, size, levels, **kwargs)
     tokens = np.arange(size)
@@ -271,7 +271,7 @@ def _dense_operands(query, key, value, levels, *, scale, **kwargs):
 
 def _dense_sinks(query, kwargs):
     """Keyword arguments of `Dense`."""
-    sinks = (kwargs.get("extras") or {}).get("sinks")
+    sinks = (kwargs.get("modifiers") or {}).get("sinks")
     real = real_queries(*query.shape[:2], kwargs.get("query_lengths"))
     return {} if sinks is None else {"sinks": sinks, "real": real}
 

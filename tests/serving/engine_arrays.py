@@ -55,10 +55,10 @@ def seen_densely(work, where):
     return seen
 
 
-def bias_of(extras, row):
-    if extras.bias_tokens is None:
+def bias_of(modifiers, row):
+    if modifiers.bias_tokens is None:
         return []
-    pairs = zip(extras.bias_tokens[row], extras.bias_values[row], strict=True)
+    pairs = zip(modifiers.bias_tokens[row], modifiers.bias_values[row], strict=True)
     return [(token, value) for token, value in pairs if token < VOCABULARY]
 
 

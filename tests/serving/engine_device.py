@@ -256,7 +256,7 @@ class FakeDevice:
     # Choosing -------------------------------------------------------------------------------------
 
     def choose(
-        self, logits, history, lengths, prompts, slots, rows, extras, *, wanted, vocabulary=None
+        self, logits, history, lengths, prompts, slots, rows, modifiers, *, wanted, vocabulary=None
     ):
         self.wanted.add(wanted)
         after = history.copy()
@@ -269,12 +269,12 @@ class FakeDevice:
                 continue
             text, prompt = after[slot, : lengths[slot]], prompts[slot]
             changed = logits[row].copy()
-            for token, value in bias_of(extras, row):
+            for token, value in bias_of(modifiers, row):
                 changed[token] += value
-            if extras.penalties is not None:
-                changed = penalized(changed, text, prompt, extras.penalties[row])
-            if extras.masks is not None:
-                bits = extras.masks[row, 0] >> np.arange(VOCABULARY, dtype=np.uint32) & 1
+            if modifiers.penalties is not None:
+                changed = penalized(changed, text, prompt, modifiers.penalties[row])
+            if modifiers.masks is not None:
+                bits = modifiers.masks[row, 0] >> np.arange(VOCABULARY, dtype=np.uint32) & 1
                 changed = np.where(bits == 1, changed, -np.inf)
             tokens[row] = chosen_from(changed, *sampling_of(rows, row), len(text) - prompt)
             after[slot, lengths[slot]] = tokens[row]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from turbojax.attention.optional_arrays import Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import ScoreModifiers
 
 
 def with_sinks(
@@ -36,23 +36,24 @@ def with_sinks(
 
 
 def after(
-    run: Callable[[Extras, Options], tuple[jax.Array, jax.Array]],
+    run: Callable[[ScoreModifiers, Options], tuple[jax.Array, jax.Array]],
     query: jax.Array,
     query_length: jax.Array | None,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """A call's result with its sinks, by an implementation that knows no sinks.
 
     `run` is asked for float32, so that the result is rounded only once.
     """
-    if extras.sinks is None:
-        return run(extras, options)
+    if modifiers.sinks is None:
+        return run(modifiers, options)
     out, residual = run(
-        dataclasses.replace(extras, sinks=None), dataclasses.replace(options, out_dtype="float32")
+        dataclasses.replace(modifiers, sinks=None),
+        dataclasses.replace(options, out_dtype="float32"),
     )
     dtype = options.dtype_of_output(query).name
-    return _rounded_once(out, residual, extras.sinks, query_length, dtype=dtype)
+    return _rounded_once(out, residual, modifiers.sinks, query_length, dtype=dtype)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

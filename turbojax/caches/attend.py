@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from turbojax.attention.optional_arrays import of_layer
 from turbojax.attention.options import PLAIN, AttentionOptions
+from turbojax.attention.score_modifiers import of_layer
 from turbojax.caches.base import Attend, Kind
 from turbojax.caches.exact import REPEATABLE
 from turbojax.caches.kinds import kind_of
@@ -90,7 +90,7 @@ def of_call(
     """A layer's options and sinks as arguments of `Kind.prefill` and `Kind.decode`."""
     return {
         "options": options.complete(query.shape[3]),
-        "extras": of_layer(query, sinks),
+        "modifiers": of_layer(query, sinks),
         "implementation": implementation,
     }
 

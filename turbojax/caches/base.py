@@ -10,8 +10,8 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._registry import IMPLEMENTATION_NAMES
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import PLAIN, AttentionOptions, Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches import ring
 from turbojax.numerics.config import TurboConfig
 
@@ -303,7 +303,7 @@ class Kind(Stored[C]):
         lengths: jax.Array | None = None,
         *,
         options: Options,
-        extras: Extras = NOTHING,
+        modifiers: ScoreModifiers = NO_MODIFIERS,
         implementation: Any = None,
         residual: bool = False,
     ) -> tuple[Attended, C]:
@@ -317,7 +317,7 @@ class Kind(Stored[C]):
           lengths: optional int32 ``[B]``, of the prompts; what lies past them is padding, which
             reaches neither other tokens nor the cache.
           options: of the call.
-          extras: of the call; only sinks.
+          modifiers: of the call; only sinks.
           implementation: what attends; None to choose.
           residual: whether the log-sum-exp is wanted.
 
@@ -338,7 +338,7 @@ class Kind(Stored[C]):
         query_lengths: jax.Array | None = None,
         *,
         options: Options,
-        extras: Extras = NOTHING,
+        modifiers: ScoreModifiers = NO_MODIFIERS,
         implementation: Any = None,
         residual: bool = False,
     ) -> Attended:

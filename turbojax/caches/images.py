@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks, bounds
-from turbojax.attention import optional_arrays as given
+from turbojax.attention import score_modifiers as given
 from turbojax.attention import turbo as turbo_attention
 from turbojax.attention.options import PLAIN, AttentionOptions, Options, check_implementation
 from turbojax.caches.base import Attend
@@ -53,7 +53,7 @@ class ImageBlocks:
             seen = bounds.intersect(seen, left)
         # Queries are of segment 1, and so are the keys that they may see.
         segments = (None, None) if mask is None else (jnp.ones_like(self.types), mask.astype("i4"))
-        extras = given.complete(
+        modifiers = given.complete(
             query,
             key,
             sinks=sinks,
@@ -70,7 +70,7 @@ class ImageBlocks:
             lengths,
             config=_EXACT,
             options=Options.complete(query.shape[3], **arguments),
-            extras=extras,
+            modifiers=modifiers,
             implementation=implementation,
         )
         return out

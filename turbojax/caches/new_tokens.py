@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Registry
 from turbojax.attention import sinks
-from turbojax.attention.optional_arrays import Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import ScoreModifiers
 from turbojax.caches import ring
 from turbojax.sharding import together
 from turbojax.sharding.notation import Table
@@ -33,7 +33,7 @@ def decode(
     query_lengths: jax.Array,
     *,
     options: Options,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     implementation: str | None,
     shortens: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -45,7 +45,7 @@ def decode(
     this.
     """
     ring.check_visible(cache, options.window, query.shape[1])
-    check_whole(cache, extras)
+    check_whole(cache, modifiers)
     run = per_device(
         table,
         _decode,
@@ -54,7 +54,7 @@ def decode(
         implementation=implementation,
         shortens=shortens,
     )
-    results: tuple[jax.Array, jax.Array] = run(query, cache, query_lengths, extras)
+    results: tuple[jax.Array, jax.Array] = run(query, cache, query_lengths, modifiers)
     return results
 
 
@@ -62,7 +62,7 @@ def _decode(
     query: jax.Array,
     cache: Any,
     query_lengths: jax.Array,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     *,
     registry: Registry,
     options: Options,
@@ -72,18 +72,18 @@ def _decode(
     """`decode` by the implementation for these arrays."""
     real = jnp.clip(query_lengths, 0, query.shape[1])
     if shortens:
-        lengths, extras = as_newest(query, cache.lengths, real, extras, options)
+        lengths, modifiers = as_newest(query, cache.lengths, real, modifiers, options)
         cache = shortened(cache, lengths)
 
-    def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
+    def run(modifiers: ScoreModifiers, options: Options) -> tuple[jax.Array, jax.Array]:
         chosen = registry.select(
-            implementation, query=query, cache=cache, options=options, extras=extras
+            implementation, query=query, cache=cache, options=options, modifiers=modifiers
         )
         call = refuse_gradients(chosen.run, registry.op, options=options)
-        out, residual = call(*together(query, cache, real, extras))
+        out, residual = call(*together(query, cache, real, modifiers))
         return out, residual
 
-    return sinks.after(run, query, real, extras, options)
+    return sinks.after(run, query, real, modifiers, options)
 
 
 def in_chunks(
@@ -134,9 +134,9 @@ def joined_tokens(chunks: jax.Array, tokens: int) -> jax.Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :tokens]
 
 
-def check_whole(cache: Any, extras: Extras) -> None:
+def check_whole(cache: Any, modifiers: ScoreModifiers) -> None:
     """Raises NotImplementedError for queries elsewhere than at the end of a window's cache."""
-    if extras.query_offset is not None and cache.is_ring:
+    if modifiers.query_offset is not None and cache.is_ring:
         raise NotImplementedError(
             f"query_offset must be None: the cache keeps the newest {cache.room} tokens alone, for "
             f"a window of {cache.window}"
@@ -144,18 +144,22 @@ def check_whole(cache: Any, extras: Extras) -> None:
 
 
 def as_newest(
-    query: jax.Array, lengths: jax.Array, query_lengths: jax.Array, extras: Extras, options: Options
-) -> tuple[jax.Array, Extras]:
+    query: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    modifiers: ScoreModifiers,
+    options: Options,
+) -> tuple[jax.Array, ScoreModifiers]:
     """Turns a call into one of newest tokens where possible: every implementation can run these.
 
     A single query without a window sees a cache's tokens up to its own position: it is the newest
-    token of a cache that ends there. Returns that cache's lengths, int32 ``[B]``, and the extras
+    token of a cache that ends there. Returns that cache's lengths, int32 ``[B]``, and the modifiers
     that are left.
     """
-    if extras.query_offset is None or query.shape[1] != 1 or options.window is not None:
-        return lengths, extras
-    seen = extras.begin(lengths, query_lengths) + 1
-    left = dataclasses.replace(extras, query_offset=None, key_offset=None)
+    if modifiers.query_offset is None or query.shape[1] != 1 or options.window is not None:
+        return lengths, modifiers
+    seen = modifiers.begin(lengths, query_lengths) + 1
+    left = dataclasses.replace(modifiers, query_offset=None, key_offset=None)
     return jnp.minimum(lengths, jnp.maximum(seen, 0)), left
 
 

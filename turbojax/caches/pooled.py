@@ -7,9 +7,9 @@ import jax
 
 from turbojax import _checks
 from turbojax.attention import pooled as pooled_attention
-from turbojax.attention.optional_arrays import of_layer
 from turbojax.attention.options import PLAIN, AttentionOptions, check_implementation, require_plain
 from turbojax.attention.pooled.static import PooledOptions
+from turbojax.attention.score_modifiers import of_layer
 from turbojax.levels import (
     LocalWindow,
     Pattern,
@@ -173,7 +173,7 @@ class PooledAttention:
             lengths,
             lengths,
             options=static,
-            extras=dataclasses.replace(
+            modifiers=dataclasses.replace(
                 of_layer(query, sinks),
                 query_segment_ids=segment_ids,
                 key_value_segment_ids=segment_ids,

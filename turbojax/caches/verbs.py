@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
-from turbojax.attention import optional_arrays as given
+from turbojax.attention import score_modifiers as given
 from turbojax.attention.options import Options
 from turbojax.caches.base import Kind
 from turbojax.caches.kinds import kind_of
@@ -139,7 +139,7 @@ def prefill(
         cache,
         key_value_seq_lengths,
         options=options,
-        extras=given.of_layer(query, sinks),
+        modifiers=given.of_layer(query, sinks),
         implementation=implementation,
         residual=return_residual,
     )
@@ -241,7 +241,7 @@ def decode(
         cache,
         query_seq_lengths,
         options=options,
-        extras=given.of_cache(query, sinks=sinks, **offsets),
+        modifiers=given.of_cache(query, sinks=sinks, **offsets),
         implementation=implementation,
         residual=return_residual,
     )

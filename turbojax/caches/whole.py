@@ -9,8 +9,8 @@ from turbojax import _checks
 from turbojax._registry import IMPLEMENTATION_NAMES
 from turbojax.attention import cudnn
 from turbojax.attention import turbo as turbo_attention
-from turbojax.attention.optional_arrays import of_layer
 from turbojax.attention.options import PLAIN, AttentionOptions
+from turbojax.attention.score_modifiers import of_layer
 from turbojax.caches import exact as exact_attention
 from turbojax.caches.base import Attend, Cache
 from turbojax.caches.images import ImageBlocks, own_implementation
@@ -40,8 +40,8 @@ def causal_attention(
     """
     static = options.complete(query.shape[3])
     if static.logits_soft_cap is not None or sinks is not None:
-        extras = of_layer(query, sinks)
-        return exact_attention.attend(query, key, value, options=static, extras=extras), cache
+        modifiers = of_layer(query, sinks)
+        return exact_attention.attend(query, key, value, options=static, modifiers=modifiers), cache
     out = cudnn.dot_product_attention(
         query,
         key,
@@ -119,7 +119,7 @@ def attend_within(
         )
     static: dict[str, Any] = {
         "options": options.complete(query.shape[3]),
-        "extras": of_layer(query, sinks),
+        "modifiers": of_layer(query, sinks),
         "implementation": implementation,
     }
     if attention == "exact":

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.attention.optional_arrays import of_layer
 from turbojax.attention.options import PLAIN
+from turbojax.attention.score_modifiers import of_layer
 from turbojax.attention.sinks import with_sinks
 from turbojax.caches import (
     AttentionOptions,

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from turbojax import _checks
-from turbojax.attention.optional_arrays import of_layer
 from turbojax.attention.options import PLAIN, AttentionOptions
+from turbojax.attention.score_modifiers import of_layer
 from turbojax.caches import exact as exact_attention
 from turbojax.caches.layered import FirstLayers
 from turbojax.finetune.base import BaseTrainer, Loss, check_stream, in_parts
@@ -44,7 +44,7 @@ def dense_attention(
         key,
         value,
         options=options.complete(query.shape[3]),
-        extras=of_layer(query, sinks),
+        modifiers=of_layer(query, sinks),
     ), cache
 
 

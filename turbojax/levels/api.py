@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.attention import optional_arrays as given
-from turbojax.attention.optional_arrays import Extras
+from turbojax.attention import score_modifiers as given
 from turbojax.attention.pooled import segments
+from turbojax.attention.score_modifiers import ScoreModifiers
 from turbojax.levels import estimate
 from turbojax.levels.grid import LEVELS, Grid
 from turbojax.levels.patterns import LocalWindow, Pattern, Strided
@@ -87,7 +87,7 @@ def select_levels(
     grid = estimate.check_arguments(query, key, block_q, block_kv, is_causal)
     estimate.check_sampling(grid, scale, query_samples, key_means)
     lengths = estimate.check_lengths(query, key, query_seq_lengths, key_value_seq_lengths)
-    extras = given.complete(
+    modifiers = given.complete(
         query,
         key,
         query_segment_ids=query_segment_ids,
@@ -99,7 +99,7 @@ def select_levels(
         jax.lax.stop_gradient(query),
         jax.lax.stop_gradient(key),
         *lengths,
-        extras,
+        modifiers,
         policy=policy,
         grid=grid,
         scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
@@ -114,7 +114,7 @@ def _select(
     key: jax.Array,
     query_length: jax.Array | None,
     key_length: jax.Array | None,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     *,
     policy: Policy,
     grid: Grid,
@@ -126,23 +126,23 @@ def _select(
     lengths = grid.lengths(query_length, key_length)
     if isinstance(inner, Pattern):
         shape = (query.shape[0], query.shape[2], grid.rows, grid.columns)
-        levels = jnp.broadcast_to(inner.on(grid, *lengths, extras)[:, None], shape)
+        levels = jnp.broadcast_to(inner.on(grid, *lengths, modifiers)[:, None], shape)
     else:
         importance = estimate.importance(
             query,
             key,
             query_length,
             key_length,
-            extras,
+            modifiers,
             grid=grid,
             scale=scale,
             samples=samples,
             means=means,
         )
-        levels = assign(importance, inner, *lengths, grid, extras)
+        levels = assign(importance, inner, *lengths, grid, modifiers)
     if isinstance(policy, SimilarityCap):
         levels = cap(levels, similarity(key, lengths[1], grid), policy.limits)
-    return segments.attended(levels, *lengths, extras, grid.block_q, grid.block_kv)
+    return segments.attended(levels, *lengths, modifiers, grid.block_q, grid.block_kv)
 
 
 def level_density(

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.attention import optional_arrays as given
-from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention import score_modifiers as given
 from turbojax.attention.pooled import segments
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.levels.grid import Grid
 
 # Sums of at most this many tokens are written out. XLA then reads the keys in wide loads, which it
@@ -72,7 +72,7 @@ def block_importance(
     grid = check_arguments(query, key, block_q, block_kv, is_causal)
     check_sampling(grid, scale, query_samples, key_means)
     lengths = check_lengths(query, key, query_seq_lengths, key_value_seq_lengths)
-    extras = given.complete(
+    modifiers = given.complete(
         query,
         key,
         query_segment_ids=query_segment_ids,
@@ -84,7 +84,7 @@ def block_importance(
         jax.lax.stop_gradient(query),
         jax.lax.stop_gradient(key),
         *lengths,
-        extras,
+        modifiers,
         grid=grid,
         scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
         samples=query_samples,
@@ -133,7 +133,7 @@ def importance(
     key: jax.Array,
     query_length: jax.Array | None,
     key_length: jax.Array | None,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     grid: Grid,
     scale: float,
@@ -151,7 +151,7 @@ def importance(
         pooled.reshape(batch, kv_heads, -1, channels),
         preferred_element_type=jnp.float32,
     ).reshape(batch, heads, grid.rows * samples, means, grid.columns)
-    mass = _block_log_mass(scores, scale, position, key_length, grid, extras)
+    mass = _block_log_mass(scores, scale, position, key_length, grid, modifiers)
     shares = _average(mass.reshape(batch, heads, grid.rows, samples, grid.columns))
     if query_length is None:
         return shares
@@ -229,7 +229,7 @@ def _block_log_mass(
     position: jax.Array,
     key_length: jax.Array | None,
     grid: Grid,
-    extras: Extras,
+    modifiers: ScoreModifiers,
 ) -> jax.Array:
     """Log-sum-exp of a sample's scores over each block, written out over the block's means.
 
@@ -241,8 +241,8 @@ def _block_log_mass(
     count = _counts(key_length, grid, means)
     last = _part_starts(grid, means)[None] + count - 1
     is_ragged = key_length is not None or grid.key_tokens % grid.block_kv != 0
-    together = _of_one_segment(position, key_length, grid, means, extras)
-    shift = extras.shift()
+    together = _of_one_segment(position, key_length, grid, means, modifiers)
+    shift = modifiers.shift()
     if shift is not None:
         position = position + shift[:, None]
     logits = []
@@ -264,10 +264,14 @@ def _block_log_mass(
 
 
 def _of_one_segment(
-    position: jax.Array, key_length: jax.Array | None, grid: Grid, means: int, extras: Extras
+    position: jax.Array,
+    key_length: jax.Array | None,
+    grid: Grid,
+    means: int,
+    modifiers: ScoreModifiers,
 ) -> jax.Array | None:
     """Whether a mean's keys all are of a sample's segment: None or bool ``[B, P, T_c, means]``."""
-    queries, keys = extras.query_segment_ids, extras.key_value_segment_ids
+    queries, keys = modifiers.query_segment_ids, modifiers.key_value_segment_ids
     if queries is None or keys is None:
         return None
     mine = jnp.take_along_axis(

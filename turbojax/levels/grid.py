@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.pooled import segments
 from turbojax.attention.pooled.static import LEVELS as LEVELS
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 
 # A block's number goes into the low bits of its rank, next to what is left of its importance.
 _MOST_COLUMNS = 2**16
@@ -82,7 +82,10 @@ class Grid:
         return (seen + self.block_kv - 1) // self.block_kv
 
     def visible(
-        self, query_length: jax.Array, key_length: jax.Array, extras: Extras = NOTHING
+        self,
+        query_length: jax.Array,
+        key_length: jax.Array,
+        modifiers: ScoreModifiers = NO_MODIFIERS,
     ) -> jax.Array:
         """Blocks of which some query of the row sees some key: bool ``[B or 1, T_r, T_c]``.
 
@@ -90,15 +93,17 @@ class Grid:
         """
         column = jnp.arange(self.columns, dtype=jnp.int32)[None, None]
         lengths = (query_length, key_length)
-        visible = column < self.count(*lengths, extras.shift())[:, :, None]
-        found = segments.of(extras, *lengths, self.block_q, self.block_kv)
+        visible = column < self.count(*lengths, modifiers.shift())[:, :, None]
+        found = segments.of(modifiers, *lengths, self.block_q, self.block_kv)
         return visible if found is None else visible & found.meet()
 
     def first(self, visible: jax.Array) -> jax.Array:
         """The first of a row's visible blocks, where there is one: int32 ``[B or 1, T_r, 1]``."""
         return jnp.argmax(visible, axis=-1, keepdims=True).astype(jnp.int32)
 
-    def forced(self, extras: Extras = NOTHING, visible: jax.Array | None = None) -> jax.Array:
+    def forced(
+        self, modifiers: ScoreModifiers = NO_MODIFIERS, visible: jax.Array | None = None
+    ) -> jax.Array:
         """Blocks at level 1 whatever their importance, if visible: bool ``[B or 1, T_r, T_c]``.
 
         With causality that is the first block (of the `visible` ones, if given), and those that
@@ -108,18 +113,18 @@ class Grid:
             return jnp.zeros((1, self.rows, self.columns), bool)
         column = jnp.arange(self.columns, dtype=jnp.int32)[None, None]
         first = 0 if visible is None else self.first(visible)
-        return (column == first) | ((column + 1) * self.block_kv > self._first_query(extras))
+        return (column == first) | ((column + 1) * self.block_kv > self._first_query(modifiers))
 
-    def distance(self, extras: Extras = NOTHING) -> jax.Array:
+    def distance(self, modifiers: ScoreModifiers = NO_MODIFIERS) -> jax.Array:
         """Positions between the nearest query and key of blocks: int32 ``[B or 1, T_r, T_c]``."""
-        first_query = self._first_query(extras)
+        first_query = self._first_query(modifiers)
         first_key = jnp.arange(self.columns, dtype=jnp.int32)[None, None] * self.block_kv
         past = first_query - (first_key + self.block_kv - 1)
         future = first_key - (first_query + self.block_q - 1)
         return jnp.maximum(0, jnp.maximum(past, future))
 
-    def _first_query(self, extras: Extras) -> jax.Array:
+    def _first_query(self, modifiers: ScoreModifiers) -> jax.Array:
         """Position of a row's first query, counted as those of keys: int32 ``[B or 1, T_r, 1]``."""
         index = jnp.arange(self.rows, dtype=jnp.int32)[None, :, None] * self.block_q
-        shift = extras.shift()
+        shift = modifiers.shift()
         return index if shift is None else index + shift[:, None, None]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
-from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.levels.grid import LEVELS, Grid
 
 
@@ -47,17 +47,17 @@ class Pattern:
         grid: Grid,
         query_length: jax.Array,
         key_length: jax.Array,
-        extras: Extras = NOTHING,
+        modifiers: ScoreModifiers = NO_MODIFIERS,
     ) -> jax.Array:
         """The map for sequences with these lengths: int8 ``[B or 1, T_r, T_c]``.
 
         With segments, a row's first tokens (the sinks) are those of the first block that it sees.
         """
-        visible = grid.visible(query_length, key_length, extras)
-        distance = jnp.broadcast_to(grid.distance(extras), visible.shape)
-        has_segments = extras.query_segment_ids is not None
+        visible = grid.visible(query_length, key_length, modifiers)
+        distance = jnp.broadcast_to(grid.distance(modifiers), visible.shape)
+        has_segments = modifiers.query_segment_ids is not None
         first = grid.first(visible) if has_segments else None
-        level = jnp.where(visible, self._wanted(grid, grid.distance(extras), first), 0)
+        level = jnp.where(visible, self._wanted(grid, grid.distance(modifiers), first), 0)
         # A row that sees something attends to something: at least to the nearest blocks.
         has_fine = jnp.any(level == 1, axis=-1, keepdims=True)
         hidden = jnp.iinfo(jnp.int32).max

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.levels.grid import LEVELS, Grid
 
 MASS_UNIT = 2**24
@@ -156,7 +156,7 @@ def assign(
     query_length: jax.Array,
     key_length: jax.Array,
     grid: Grid,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> jax.Array:
     """Ranks each row's blocks and gives them levels, int8 ``[B, N, T_r, T_c]``.
 
@@ -166,10 +166,10 @@ def assign(
     ``[B, N, T_r, T_c]``, at least 0; the lengths are int32 ``[B or 1]``.
     """
     number = (1 << max(0, grid.columns - 1).bit_length()) - 1
-    count, visible, forced = _sight(grid, query_length, key_length, extras)
+    count, visible, forced = _sight(grid, query_length, key_length, modifiers)
     if policy.near:
         # Blocks that no query of the row sees have a negative rank, even if forced.
-        forced = forced | (grid.distance(extras) <= policy.near)[:, None]
+        forced = forced | (grid.distance(modifiers) <= policy.near)[:, None]
     column = jnp.arange(grid.columns, dtype=jnp.int32)[None, None, None]
     value = jnp.where(jnp.isfinite(importance), jnp.minimum(importance, 1.0), _NOT_FINITE)
     bits = jax.lax.bitcast_convert_type(value, jnp.int32)
@@ -192,19 +192,19 @@ def assign(
 
 
 def _sight(
-    grid: Grid, query_length: jax.Array, key_length: jax.Array, extras: Extras
+    grid: Grid, query_length: jax.Array, key_length: jax.Array, modifiers: ScoreModifiers
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """How many blocks a row sees, which if not the first ones, and which are forced.
 
     As int32 ``[B or 1, 1, T_r, 1]``; None, or bool ``[B, 1, T_r, T_c]``; bool of this shape.
     """
     lengths = (query_length, key_length)
-    if extras.query_segment_ids is None:
-        count = grid.count(*lengths, extras.shift())[:, None, :, None]
-        return count, None, grid.forced(extras)[:, None]
-    visible = grid.visible(*lengths, extras)
+    if modifiers.query_segment_ids is None:
+        count = grid.count(*lengths, modifiers.shift())[:, None, :, None]
+        return count, None, grid.forced(modifiers)[:, None]
+    visible = grid.visible(*lengths, modifiers)
     count = jnp.sum(visible, axis=-1, keepdims=True, dtype=jnp.int32)[:, None]
-    return count, visible[:, None], grid.forced(extras, visible)[:, None]
+    return count, visible[:, None], grid.forced(modifiers, visible)[:, None]
 
 
 def _mass(rank: jax.Array, number: int) -> jax.Array:

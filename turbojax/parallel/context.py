@@ -7,11 +7,11 @@ import jax
 
 from turbojax import _checks
 from turbojax._registry import ImplementationName
-from turbojax.attention import optional_arrays as given
-from turbojax.attention.optional_arrays import Extras
+from turbojax.attention import score_modifiers as given
 from turbojax.attention.options import Options, check_output_dtype, plain_scale
 from turbojax.attention.pooled import api as pooled_api
 from turbojax.attention.pooled.static import PooledOptions
+from turbojax.attention.score_modifiers import ScoreModifiers
 from turbojax.numerics.config import TurboConfig
 from turbojax.parallel import ring as rings
 from turbojax.parallel.local import Exact, Pooled, Turbo
@@ -99,7 +99,7 @@ def ring_attention(  # noqa: D417
         logits_soft_cap=logits_soft_cap,
         output_dtype=output_dtype,
     )
-    extras = given.complete(
+    modifiers = given.complete(
         query,
         key,
         query_segment_ids=query_segment_ids,
@@ -113,7 +113,9 @@ def ring_attention(  # noqa: D417
         if isinstance(attention, TurboConfig)
         else Exact(options, implementation)
     )
-    return _attend(op, query, key, value, lengths, extras, None, axis_name, order, return_residual)
+    return _attend(
+        op, query, key, value, lengths, modifiers, None, axis_name, order, return_residual
+    )
 
 
 def ring_pooled_attention(
@@ -154,7 +156,7 @@ def ring_pooled_attention(
         block_kv=block_kv,
         out_dtype=check_output_dtype(output_dtype),
     )
-    extras = given.complete(
+    modifiers = given.complete(
         query,
         key,
         query_segment_ids=query_segment_ids,
@@ -167,7 +169,7 @@ def ring_pooled_attention(
     levels = pooled_api.check_levels(levels, query, whole, options)
     op, lengths = Pooled(options, implementation), (query_seq_lengths, key_value_seq_lengths)
     return _attend(
-        op, query, key, value, lengths, extras, levels, axis_name, order, return_residual
+        op, query, key, value, lengths, modifiers, levels, axis_name, order, return_residual
     )
 
 
@@ -177,7 +179,7 @@ def _attend(
     key: jax.Array,
     value: jax.Array,
     lengths: tuple[jax.Array | None, jax.Array | None],
-    extras: Extras,
+    modifiers: ScoreModifiers,
     levels: jax.Array | None,
     axis_name: Names,
     order: Order,
@@ -198,7 +200,7 @@ def _attend(
         None if x is None else _checks.check_lengths(name, x, query.shape[0], whole).clip(0, whole)
         for name, x in zip(names, lengths, strict=True)
     ]
-    arrays = rings.Arrays(of_all[0], of_all[1], extras, levels)
+    arrays = rings.Arrays(of_all[0], of_all[1], modifiers, levels)
     moves = run_in != order
     if moves:
         query, key, value = (to_zigzag(x, axis_name) for x in (query, key, value))
@@ -223,9 +225,9 @@ def _moved(arrays: rings.Arrays, axis_name: Names) -> rings.Arrays:
     def moved(x: jax.Array | None, axis: int = 1) -> jax.Array | None:
         return None if x is None else to_zigzag(x, axis_name, axis=axis)
 
-    extras = dataclasses.replace(
-        arrays.extras,
-        query_segment_ids=moved(arrays.extras.query_segment_ids),
-        key_value_segment_ids=moved(arrays.extras.key_value_segment_ids),
+    modifiers = dataclasses.replace(
+        arrays.modifiers,
+        query_segment_ids=moved(arrays.modifiers.query_segment_ids),
+        key_value_segment_ids=moved(arrays.modifiers.key_value_segment_ids),
     )
-    return dataclasses.replace(arrays, extras=extras, levels=moved(arrays.levels, 2))
+    return dataclasses.replace(arrays, modifiers=modifiers, levels=moved(arrays.levels, 2))

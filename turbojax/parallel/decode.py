@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
-from turbojax.attention.optional_arrays import of_cache, of_layer
 from turbojax.attention.options import PLAIN, Options
+from turbojax.attention.score_modifiers import of_cache, of_layer
 from turbojax.attention.sinks import with_sinks
 from turbojax.caches import latent as latent_op
 from turbojax.caches import paged as paged_op
@@ -334,8 +334,8 @@ def _attention_to(cache: Any, options: Options, implementation: Any) -> _Attenti
         needed = cache if is_needed is None else _needed(cache, is_needed)
         if kind.has_latents:
             return _to_latents(query, needed, real, options, implementation, **offsets)
-        extras = of_cache(query, **offsets)
-        part: Any = kind.decode(query, needed, real, extras=extras, residual=True, **static)
+        modifiers = of_cache(query, **offsets)
+        part: Any = kind.decode(query, needed, real, modifiers=modifiers, residual=True, **static)
         return part
 
     return _Attention(run, cache.num_kv_heads, cache.lengths)
@@ -367,8 +367,10 @@ def _to_pages(
         query: jax.Array, real: jax.Array | None, is_needed: jax.Array | None, **offsets: Any
     ) -> Part:
         held = lengths if is_needed is None else jnp.where(is_needed, lengths, 0)
-        extras = of_cache(query, **offsets)
-        return paged_op.attend(query, cache, block_tables, held, real, extras=extras, **static)
+        modifiers = of_cache(query, **offsets)
+        return paged_op.attend(
+            query, cache, block_tables, held, real, modifiers=modifiers, **static
+        )
 
     return _Attention(run, cache.num_kv_heads, lengths)
 
@@ -388,4 +390,6 @@ def _to_latents(
         )
     latent, rope = split_query(query, cache.latent_dim)
     static: Any = {"options": options, "implementation": implementation}
-    return latent_op.attend(latent, rope, cache, real, extras=of_cache(query, **offsets), **static)
+    return latent_op.attend(
+        latent, rope, cache, real, modifiers=of_cache(query, **offsets), **static
+    )

@@ -6,8 +6,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from turbojax.attention.optional_arrays import of_layer
 from turbojax.attention.options import PLAIN, AttentionOptions, require_plain
+from turbojax.attention.score_modifiers import of_layer
 from turbojax.caches.pooled import PooledAttention
 from turbojax.levels import Pattern, SimilarityCap, estimate, select_levels
 from turbojax.numerics.config import TurboConfig

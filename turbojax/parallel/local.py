@@ -57,7 +57,7 @@ class Turbo:
             *(*operands, *_lengths(operands, pair)),
             config=self.config,
             options=_part(self.options, pair),
-            extras=pair.extras,
+            modifiers=pair.modifiers,
             stage1=packed,
         )
         return out, residual
@@ -68,16 +68,16 @@ class Turbo:
         static: dict[str, Any] = {
             "config": self.config,
             "options": dataclasses.replace(_part(self.options, pair), out_dtype=None),
-            "extras": pair.extras,
+            "modifiers": pair.modifiers,
         }
         name = registry.beside(self.implementation)
-        *gradients, d_extras = registry.select(name, **_named(operands), **static).run(
+        *gradients, d_modifiers = registry.select(name, **_named(operands), **static).run(
             *(*operands, *_lengths(operands, pair), *results),
             **static,
             is_ragged=pair.query_lengths is not None or pair.key_lengths is not None,
             dtype=_FLOAT32,
         )
-        return *gradients, d_extras.alibi_slopes
+        return *gradients, d_modifiers.alibi_slopes
 
     def _choose(self, operands: Operands) -> Any:
         options = dataclasses.replace(self.options, out_dtype=_FLOAT32)
@@ -127,7 +127,7 @@ class Exact:
     def _by_levels(self, pair: Pair) -> "Pooled | None":
         """The kernels of pooled attention, if they can run all that this call asks for."""
         options = _part(self.options, pair)
-        asks = options.window, options.logits_soft_cap, pair.extras.alibi_slopes
+        asks = options.window, options.logits_soft_cap, pair.modifiers.alibi_slopes
         if self.implementation not in (None, "mosaic_gpu") or any(x is not None for x in asks):
             return None
         wanted = PooledOptions(
@@ -150,7 +150,7 @@ def _cudnn_refusal(operands: Operands, options: Options, pair: Pair) -> str | No
     query, key, value = operands
     if value.shape != key.shape:
         return f"{value.shape=} must equal {key.shape=}"
-    if refusal := pair.extras.refusal():
+    if refusal := pair.modifiers.refusal():
         return refusal
     if options.scale <= 0:
         return f"{options.scale=} must be positive"
@@ -211,8 +211,8 @@ class Pooled:
     def _arguments(self, operands: Operands, pair: Pair) -> tuple[tuple[Any, ...], dict[str, Any]]:
         lengths = pair.query_lengths, pair.key_lengths
         assert pair.levels is not None
-        levels = pooled_segments.attended(pair.levels, *lengths, pair.extras, *self.blocks)
-        static = {"options": _part(self.options, pair), "extras": pair.extras}
+        levels = pooled_segments.attended(pair.levels, *lengths, pair.modifiers, *self.blocks)
+        static = {"options": _part(self.options, pair), "modifiers": pair.modifiers}
         return (*operands, levels, *lengths), static
 
 

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from turbojax._gradient import refuse_gradients
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options, Visibility
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.sinks import sink_gradient, with_sinks
 from turbojax.numerics import rows
 from turbojax.parallel.zigzag import Order, chunks
@@ -143,15 +143,15 @@ class Pair(NamedTuple):
     """Chunks that meet in one call, of `C` tokens each.
 
     `kind` says which keys are seen, unless positions say more. Lengths of real queries and keys are
-    int32 ``[B]``, None if all are. `extras` has segments of the chunks and slopes, and the offsets
-    of both chunks where `kind` is ``"masked"`` or there are slopes. `levels` of pooled attention
-    are ``[B or 1, N or 1, rows, columns]``.
+    int32 ``[B]``, None if all are. `modifiers` has segments of the chunks and slopes, and the
+    offsets of both chunks where `kind` is ``"masked"`` or there are slopes. `levels` of pooled
+    attention are ``[B or 1, N or 1, rows, columns]``.
     """
 
     kind: Kind
     query_lengths: jax.Array | None
     key_lengths: jax.Array | None
-    extras: Extras
+    modifiers: ScoreModifiers
     levels: jax.Array | None = None
 
 
@@ -204,19 +204,19 @@ class Ring:
 class Arrays:
     """What a call has besides queries, keys and values; on every device its own part.
 
-    Lengths are int32 ``[B]`` of whole sequences. `extras` has segments ``[B, T]`` of this device's
-    tokens, slopes and sinks. `levels` are ``[B or 1, N or 1, rows, columns]``: rows of this
-    device's queries, in their order, columns of all keys in natural order.
+    Lengths are int32 ``[B]`` of whole sequences. `modifiers` has segments ``[B, T]`` of this
+    device's tokens, slopes and sinks. `levels` are ``[B or 1, N or 1, rows, columns]``: rows of
+    this device's queries, in their order, columns of all keys in natural order.
     """
 
     query_lengths: jax.Array | None = None
     key_lengths: jax.Array | None = None
-    extras: Extras = NOTHING
+    modifiers: ScoreModifiers = NO_MODIFIERS
     levels: jax.Array | None = None
 
 
 jax.tree_util.register_dataclass(
-    Arrays, data_fields=["query_lengths", "key_lengths", "extras", "levels"], meta_fields=[]
+    Arrays, data_fields=["query_lengths", "key_lengths", "modifiers", "levels"], meta_fields=[]
 )
 
 
@@ -325,8 +325,8 @@ def _own_pair(here: _Chunks, batch: int) -> Pair:
             return None
         return jnp.clip(of_all[None] - numbers[:, None] * here.size, 0, here.size).reshape(-1)
 
-    extras = arrays.extras
-    queries, keys = extras.query_segment_ids, extras.key_value_segment_ids
+    modifiers = arrays.modifiers
+    queries, keys = modifiers.query_segment_ids, modifiers.key_value_segment_ids
     levels = None
     if arrays.levels is not None:
         table = [_levels(here, i, numbers[i]) for i in range(here.parts)]
@@ -336,10 +336,10 @@ def _own_pair(here: _Chunks, batch: int) -> Pair:
         "diagonal",
         lengths(arrays.query_lengths),
         lengths(arrays.key_lengths),
-        Extras(
+        ScoreModifiers(
             query_segment_ids=None if queries is None else folded(here.cut(queries)),
             key_value_segment_ids=None if keys is None else folded(here.cut(keys)),
-            alibi_slopes=extras.alibi_slopes,
+            alibi_slopes=modifiers.alibi_slopes,
         ),
         levels,
     )
@@ -347,7 +347,7 @@ def _own_pair(here: _Chunks, batch: int) -> Pair:
 
 def _pair(here: _Chunks, step: Step, call: Call, segments: Any, batch: int) -> Pair:
     """The chunks of one call of a step; the keys' segments are ``[parts, B, C]``."""
-    arrays, extras = here.arrays, here.arrays.extras
+    arrays, modifiers = here.arrays, here.arrays.modifiers
     q, k = here.number(call.queries), here.number(call.keys)
     of_queries, of_keys = take(here.numbers(0), q), take(here.numbers(step.shift), k)
     key_lengths = here.lengths(arrays.key_lengths, of_keys)
@@ -356,17 +356,17 @@ def _pair(here: _Chunks, step: Step, call: Call, segments: Any, batch: int) -> P
         whole = jnp.full(batch, here.size, jnp.int32)
         key_lengths = jnp.where(there, whole if key_lengths is None else key_lengths, 0)
     offsets: dict[str, Any] = {}
-    if call.kind == "masked" or extras.alibi_slopes is not None:
+    if call.kind == "masked" or modifiers.alibi_slopes is not None:
         for name, number in (("query_offset", of_queries), ("key_offset", of_keys)):
             offsets[name] = jnp.broadcast_to(number * here.size, (batch,))
-    if extras.query_segment_ids is not None:
-        offsets["query_segment_ids"] = take(here.cut(extras.query_segment_ids), q)
+    if modifiers.query_segment_ids is not None:
+        offsets["query_segment_ids"] = take(here.cut(modifiers.query_segment_ids), q)
         offsets["key_value_segment_ids"] = take(segments, k)
     return Pair(
         call.kind,
         here.lengths(arrays.query_lengths, of_queries),
         key_lengths,
-        Extras(alibi_slopes=extras.alibi_slopes, **offsets),
+        ScoreModifiers(alibi_slopes=modifiers.alibi_slopes, **offsets),
         None if arrays.levels is None else _levels(here, q, of_keys),
     )
 
@@ -417,7 +417,7 @@ def _forward(
     packed = op.pack(folded(k), folded(v), pair.key_lengths)
     own = _unfolded(op.attend((folded(q), folded(k), folded(v)), packed, pair), here.parts)
     states = list(zip(*own, strict=True))
-    segments = arrays.extras.key_value_segment_ids
+    segments = arrays.modifiers.key_value_segment_ids
     visiting: Any = (
         _unfolded(packed, here.parts),
         None if segments is None else here.cut(segments),
@@ -442,7 +442,7 @@ def _forward(
 def _with_sinks(
     here: _Chunks, out: jax.Array, residual: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    sinks = here.arrays.extras.sinks
+    sinks = here.arrays.modifiers.sinks
     dtype = here.ring.dtype
     if sinks is None:
         return out.astype(dtype), residual, residual
@@ -478,7 +478,7 @@ def _backward(
     own = op.gradient(whole, tuple(folded(results)), _own_pair(here, batch))
     d_q, *d_visiting = _unfolded(own[:3], here.parts)
     d_slopes = own[3]
-    segments = arrays.extras.key_value_segment_ids
+    segments = arrays.modifiers.key_value_segment_ids
     visiting: Any = (k, v, None if segments is None else here.cut(segments))
     following = [*ring.steps[1:], None]
     for step, after in zip(ring.steps, following, strict=True):
@@ -499,14 +499,14 @@ def _backward(
         d_visiting = here.sent(d_visiting, by) if by else d_visiting
         visiting = coming
     d_sinks = None
-    if arrays.extras.sinks is not None:
+    if arrays.modifiers.sinks is not None:
         d_sinks = _of_sinks(here, out, residual, d_out, d_residual)
     d_k, d_v = d_visiting
     return (
         here.joined(d_q).astype(query.dtype),
         here.joined(d_k).astype(key.dtype),
         here.joined(d_v).astype(value.dtype),
-        Arrays(extras=Extras(alibi_slopes=d_slopes, sinks=d_sinks)),
+        Arrays(modifiers=ScoreModifiers(alibi_slopes=d_slopes, sinks=d_sinks)),
     )
 
 
@@ -514,7 +514,7 @@ def _of_sinks(
     here: _Chunks, out: jax.Array, residual: jax.Array, d_out: jax.Array, d_residual: jax.Array
 ) -> jax.Array:
     """This device's share of the sinks' gradient."""
-    sinks = here.arrays.extras.sinks
+    sinks = here.arrays.modifiers.sinks
     assert sinks is not None
     d_out = rows.without_blind(d_out, residual)
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_residual

@@ -6,7 +6,7 @@ _QKV = {"query": "BTNH", "key": "BSKH", "value": "BSKH"}
 _PART = ("BTNH", "BTN")
 _D_PART = {"d_out": "BTNH", "d_residual": "BTN"}
 _RESULTS = {"out": "BTNH", "residual": "BTN", **_D_PART}
-_NEWEST = {"query": "BTNH", "cache": OWN, "query_seq_lengths": "B", "extras": OWN}
+_NEWEST = {"query": "BTNH", "cache": OWN, "query_seq_lengths": "B", "modifiers": OWN}
 
 TURBO = table(
     "turbo_attention",
@@ -14,7 +14,7 @@ TURBO = table(
     **_QKV,
     query_seq_lengths="B",
     key_value_seq_lengths="B",
-    extras=OWN,
+    modifiers=OWN,
 )
 TURBO_GRADIENT = table(
     "the gradient of turbo_attention",
@@ -22,21 +22,21 @@ TURBO_GRADIENT = table(
     **_QKV,
     query_seq_lengths="B",
     key_value_seq_lengths="B",
-    extras=OWN,
+    modifiers=OWN,
     **_RESULTS,
 )
-PREFILL = table("prefill", (_PART, OWN), **_QKV, cache=OWN, lengths="B", extras=OWN)
+PREFILL = table("prefill", (_PART, OWN), **_QKV, cache=OWN, lengths="B", modifiers=OWN)
 DECODE = table("decode", _PART, **_NEWEST)
 APPEND = table("append", OWN, cache=OWN, key="BSKH", value="BSKH", lengths="B")
 DEQUANTIZE = table("dequantize", ("BSKH", "BSKH"), cache=OWN)
 STORE_PROMPT = table("prefill", OWN, cache=OWN, key="BSKH", value="BSKH", lengths="B")
 
-FIREQ_PREFILL = table("fireq.prefill", (_PART, OWN), **_QKV, cache=OWN, lengths="B", extras=OWN)
+FIREQ_PREFILL = table("fireq.prefill", (_PART, OWN), **_QKV, cache=OWN, lengths="B", modifiers=OWN)
 FIREQ_DECODE = table("fireq.decode", _PART, **_NEWEST)
 FIREQ_APPEND = table("fireq.append", OWN, cache=OWN, key="BSKH", value="BSKH", lengths="B")
 
-EXACT = table("exact attention", "BTNH", **_QKV, extras=OWN)
-EXACT_DECODE = table("exact decode", _PART, query="BTNH", cache=OWN, extras=OWN)
+EXACT = table("exact attention", "BTNH", **_QKV, modifiers=OWN)
+EXACT_DECODE = table("exact decode", _PART, query="BTNH", cache=OWN, modifiers=OWN)
 EXACT_KERNEL = table("exact decode", "BTNH", query="BTNH", cache=OWN)
 EXACT_KERNEL_PART = table("exact decode", _PART, query="BTNH", cache=OWN)
 EXACT_APPEND = table("exact append", OWN, cache=OWN, key="BSKH", value="BSKH", lengths="B")
@@ -49,7 +49,7 @@ PAGED = table(
     block_tables="BL",
     lengths="B",
     query_seq_lengths="B",
-    extras=OWN,
+    modifiers=OWN,
 )
 _ONE_POOL = "whose tokens all go to the one pool that every device would have to change alike"
 PAGED_APPEND = table(
@@ -63,7 +63,12 @@ PAGED_APPEND = table(
     new_lengths="B",
 ).needs_whole("B", _ONE_POOL)
 
-_LEVELS = {"levels": "BNTS", "query_seq_lengths": "B", "key_value_seq_lengths": "B", "extras": OWN}
+_LEVELS = {
+    "levels": "BNTS",
+    "query_seq_lengths": "B",
+    "key_value_seq_lengths": "B",
+    "modifiers": OWN,
+}
 POOLED_LEVELS = table("pooled_attention", "BNTS", **_LEVELS)
 POOLED = table("pooled_attention", ("BTNH", "BTN", "BTN"), **_QKV, **_LEVELS)
 POOLED_GRADIENT = table(
@@ -81,7 +86,7 @@ LATENT = table(
     **_LATENT_QUERIES,
     cache=OWN,
     query_seq_lengths="B",
-    extras=OWN,
+    modifiers=OWN,
 )
 PAGED_LATENT = table(
     "latent_attention",
@@ -91,7 +96,7 @@ PAGED_LATENT = table(
     block_tables="BL",
     lengths="B",
     query_seq_lengths="B",
-    extras=OWN,
+    modifiers=OWN,
 )
 LATENT_APPEND = table(
     "append_latents", (OWN, "BT"), cache=OWN, latent="BTC", rope="BTR", lengths="B"

@@ -23,8 +23,8 @@ from benchmarks.suites.serving.cases import LOOP, STOPPED, Case, Group, Setting,
 from benchmarks.suites.serving.client import Load
 from benchmarks.tables import Row
 from turbojax import _garbage, models, paged
-from turbojax.attention.optional_arrays import of_layer
 from turbojax.attention.options import PLAIN
+from turbojax.attention.score_modifiers import of_layer
 from turbojax.caches import causal_attention
 from turbojax.caches import paged as paged_attention
 from turbojax.models.engine import Engine, Finished, NGram, Request, Result
@@ -377,9 +377,11 @@ def decode(
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         cache = paged.append(cache, key, value, tables, lengths)
-        static, extras = options.complete(query.shape[3]), of_layer(query, sinks)
+        static, modifiers = options.complete(query.shape[3]), of_layer(query, sinks)
         held = lengths + 1
-        out, _ = paged_attention.attend(query, cache, tables, held, options=static, extras=extras)
+        out, _ = paged_attention.attend(
+            query, cache, tables, held, options=static, modifiers=modifiers
+        )
         return out, cache
 
     hidden, pools = model.hidden(tokens[:, None], lengths[:, None], attend, pools)

@@ -12,11 +12,11 @@ from jax.ad_checkpoint import checkpoint_name
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
-from turbojax.attention import optional_arrays as given
-from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention import score_modifiers as given
 from turbojax.attention.options import check_output_dtype, plain_scale
 from turbojax.attention.pooled import mosaic_gpu, reference, segments, triton
 from turbojax.attention.pooled.static import LEVELS, PooledOptions
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.sinks import sink_gradient, with_sinks
 from turbojax.numerics import rows
 from turbojax.remat import ATTENTION_LEVELS, ATTENTION_LSE, named_results
@@ -131,7 +131,7 @@ def pooled_attention(
         block_kv=block_kv,
         out_dtype=check_output_dtype(output_dtype),
     )
-    extras = given.complete(
+    modifiers = given.complete(
         query,
         key,
         query_segment_ids=query_segment_ids,
@@ -148,7 +148,7 @@ def pooled_attention(
         query_seq_lengths,
         key_value_seq_lengths,
         options=options,
-        extras=extras,
+        modifiers=modifiers,
         implementation=implementation,
     )
     return (out, residual) if return_residual else out
@@ -163,7 +163,7 @@ def attend(
     key_lengths: jax.Array | None = None,
     *,
     options: PooledOptions,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`pooled_attention` of checked queries, keys and values; gives the log-sum-exp too."""
@@ -172,9 +172,11 @@ def attend(
     key_length = _length("key_value_seq_lengths", key_lengths, key)
     sizes = {"block_q": options.block_q, "block_kv": options.block_kv}
     attended = per_device_explicit(tables.POOLED_LEVELS, segments.attended, **sizes)
-    levels = attended(levels, query_length, key_length, extras)
+    levels = attended(levels, query_length, key_length, modifiers)
     call = _differentiable(options, implementation)
-    out, residual, *_ = call(*together(query, key, value, levels, query_length, key_length, extras))
+    out, residual, *_ = call(
+        *together(query, key, value, levels, query_length, key_length, modifiers)
+    )
     return out, residual
 
 
@@ -218,11 +220,11 @@ def _length(name: str, lengths: jax.Array | None, x: jax.Array) -> jax.Array | N
 def _select(
     registry: Registry, implementation: str | None, *arrays: Any, options: PooledOptions
 ) -> Callable[..., Any]:
-    """The implementation for these operands, levels and, last, extras."""
-    query, key, value, levels, *_, extras = arrays
-    without = dataclasses.replace(extras, sinks=None)
+    """The implementation for these operands, levels and, last, modifiers."""
+    query, key, value, levels, *_, modifiers = arrays
+    without = dataclasses.replace(modifiers, sinks=None)
     arguments = {"query": query, "key": key, "value": value, "levels": levels}
-    return registry.select(implementation, **arguments, options=options, extras=without).run
+    return registry.select(implementation, **arguments, options=options, modifiers=without).run
 
 
 def _forward(
@@ -232,29 +234,29 @@ def _forward(
     run = _select(FORWARD, implementation, *arrays, options=options)
     # The gradient is chosen here too: what cannot run is refused now, not in a backward pass.
     _select(GRADIENT, implementation, *arrays, options=options)
-    *operands, extras = arrays
-    if extras.sinks is None:
-        return *run(*operands, options=options, extras=extras), None
+    *operands, modifiers = arrays
+    if modifiers.sinks is None:
+        return *run(*operands, options=options, modifiers=modifiers), None
     # In float32, so that the output is rounded once.
     wide = dataclasses.replace(options, out_dtype="float32")
-    without = dataclasses.replace(extras, sinks=None)
-    out, residual = run(*operands, options=wide, extras=without)
-    out, total = with_sinks(out, residual, extras.sinks, _real(out, operands[4]))
+    without = dataclasses.replace(modifiers, sinks=None)
+    out, residual = run(*operands, options=wide, modifiers=without)
+    out, total = with_sinks(out, residual, modifiers.sinks, _real(out, operands[4]))
     return out.astype(options.dtype_of_output(operands[0])), total, residual
 
 
 def _gradient(
     *saved: Any, options: PooledOptions, implementation: str | None
-) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
+) -> tuple[jax.Array, jax.Array, jax.Array, ScoreModifiers]:
     """The backward pass, from what was kept and the cotangents."""
-    *arrays, extras, out, residual, d_out, d_residual = saved
-    run = _select(GRADIENT, implementation, *arrays, extras, options=options)
+    *arrays, modifiers, out, residual, d_out, d_residual = saved
+    run = _select(GRADIENT, implementation, *arrays, modifiers, options=options)
     results = (out, residual, d_out, d_residual)
-    without = dataclasses.replace(extras, sinks=None)
-    gradients = run(*arrays, *results, options=options, extras=without)
-    if extras.sinks is None:
-        return *gradients, NOTHING
-    return *gradients, Extras(sinks=_of_sinks(extras.sinks, arrays[4], *results))
+    without = dataclasses.replace(modifiers, sinks=None)
+    gradients = run(*arrays, *results, options=options, modifiers=without)
+    if modifiers.sinks is None:
+        return *gradients, NO_MODIFIERS
+    return *gradients, ScoreModifiers(sinks=_of_sinks(modifiers.sinks, arrays[4], *results))
 
 
 def _differentiable(
@@ -262,7 +264,7 @@ def _differentiable(
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The op with its options bound, differentiable in reverse mode.
 
-    Kept for the backward pass: query, key, value, levels, lengths, extras, the output and the
+    Kept for the backward pass: query, key, value, levels, lengths, modifiers, the output and the
     residual; what is made here under the names of `turbojax.remat`. Implementations know nothing
     of sinks: the weights and all gradients follow from the log-sum-exp with them. It is kept as
     ``-inf`` where a query sees nothing but a sink.
@@ -292,17 +294,19 @@ def _differentiable(
         return (out, residual, without), (*arrays, out, kept)
 
     def backward(saved: Any, cotangents: Any) -> Any:
-        *gradients, d_extras = differentiate_once(*saved, *cotangents[:2])
-        *gradients, d_extras = like((*gradients, d_extras), (*saved[:3], _differentiated(saved[6])))
+        *gradients, d_modifiers = differentiate_once(*saved, *cotangents[:2])
+        *gradients, d_modifiers = like(
+            (*gradients, d_modifiers), (*saved[:3], _differentiated(saved[6]))
+        )
         # Levels and lengths are integers.
-        return *gradients, None, None, None, d_extras
+        return *gradients, None, None, None, d_modifiers
 
     call.defvjp(forward, backward)
     return call
 
 
-def _differentiated(extras: Extras) -> Extras:
-    return Extras(sinks=extras.sinks)
+def _differentiated(modifiers: ScoreModifiers) -> ScoreModifiers:
+    return ScoreModifiers(sinks=modifiers.sinks)
 
 
 def _real(x: jax.Array, query_length: jax.Array | None) -> jax.Array:

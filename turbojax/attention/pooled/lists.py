@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.pooled import segments
 from turbojax.attention.pooled.static import LEVELS, PooledOptions
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 
 _BITS = 16
 """Of an entry of `KeyLists`, those that say which blocks of the tile are meant."""
@@ -49,9 +49,9 @@ def _lengths(length: jax.Array | None, tokens: int) -> jax.Array:
     return length[:, None, None, None]
 
 
-def _shift(extras: Extras) -> jax.Array | None:
-    """`Extras.shift` as int32 ``[B, 1, 1, 1]``."""
-    shift = extras.shift()
+def _shift(modifiers: ScoreModifiers) -> jax.Array | None:
+    """`ScoreModifiers.shift` as int32 ``[B, 1, 1, 1]``."""
+    shift = modifiers.shift()
     return None if shift is None else shift[:, None, None, None]
 
 
@@ -88,7 +88,7 @@ def by_query(
     query_length: jax.Array | None,
     key_length: jax.Array | None,
     options: PooledOptions,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> QueryLists:
     """The lists that the forward pass and the gradient of the queries walk over.
 
@@ -96,7 +96,7 @@ def by_query(
     """
     levels = levels.astype(jnp.int32)
     lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
-    shift = _shift(extras)
+    shift = _shift(modifiers)
     i = jnp.arange(levels.shape[2], dtype=jnp.int32)[None, None, :, None]
     j = jnp.arange(levels.shape[3], dtype=jnp.int32)[None, None, None, :]
     visible = _visible(levels, levels, *lengths, shift, options)
@@ -108,7 +108,7 @@ def by_query(
         kind = jnp.where(levels == level, number, kind)
     invalid = (kind == len(LEVELS)) & (levels != 0)
     kind = jnp.where(visible, kind, len(LEVELS))
-    order, found = kind, _segments(extras, query_length, key_length, options)
+    order, found = kind, _segments(modifiers, query_length, key_length, options)
     if found is not None:
         complete &= found.equal()[:, None]
         order = 2 * kind + jnp.where(complete, 0, 1)
@@ -123,12 +123,12 @@ def by_query(
 
 
 def _segments(
-    extras: Extras,
+    modifiers: ScoreModifiers,
     query_length: jax.Array | None,
     key_length: jax.Array | None,
     options: PooledOptions,
 ) -> segments.Segments | None:
-    return segments.of(extras, query_length, key_length, options.block_q, options.block_kv)
+    return segments.of(modifiers, query_length, key_length, options.block_q, options.block_kv)
 
 
 def by_key(
@@ -140,7 +140,7 @@ def by_key(
     query_length: jax.Array | None,
     key_length: jax.Array | None,
     options: PooledOptions,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> KeyLists:
     """The lists that the gradients of keys and values of one level walk over.
 
@@ -149,7 +149,7 @@ def by_key(
     `by_query`.
     """
     lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
-    marks = _segments(extras, query_length, key_length, options), _shift(extras)
+    marks = _segments(modifiers, query_length, key_length, options), _shift(modifiers)
     levels = levels.astype(jnp.int32)
     found = _attending(levels, level, rows, key_tokens, lengths, *marks, options)
     return _listed(*found, masked_first=marks[0] is not None)
@@ -163,11 +163,11 @@ def by_every_key(
     query_length: jax.Array | None,
     key_length: jax.Array | None,
     options: PooledOptions,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> KeyLists:
     """`by_key` of levels 1, 2, 4 and 8, one after the other along the axis of tiles."""
     lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
-    marks = _segments(extras, query_length, key_length, options), _shift(extras)
+    marks = _segments(modifiers, query_length, key_length, options), _shift(modifiers)
     levels = levels.astype(jnp.int32)
     found = [
         _attending(levels, level, rows, key_tokens, lengths, *marks, options) for level in LEVELS

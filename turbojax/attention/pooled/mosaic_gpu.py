@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._device import multiprocessors, needs_hopper
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.pooled import lists, operands
 from turbojax.attention.pooled.static import LEVELS, PooledOptions
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.numerics import rows
 
 _LARGEST_HEAD_DIM = 128
@@ -28,11 +28,11 @@ def unsupported(
     value: jax.Array,
     levels: jax.Array,
     options: PooledOptions,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> str | None:
     """Why the kernels cannot run this here, forward or backward; None if they can."""
     del key, value
-    if refusal := extras.refusal(operands.MARKS):
+    if refusal := modifiers.refusal(operands.MARKS):
         return refusal
     if query.dtype not in _DTYPES:
         return f"query.dtype={query.dtype} must be bfloat16 or float16"
@@ -95,7 +95,7 @@ def _signed(query: jax.Array, options: PooledOptions) -> jax.Array:
     return -query if options.scale < 0 else query
 
 
-def _settings(options: PooledOptions, stages: int, extras: Extras) -> Any:
+def _settings(options: PooledOptions, stages: int, modifiers: ScoreModifiers) -> Any:
     from pallas_kernels.mosaic.hopper.pooled.forward import Settings
 
     return Settings(
@@ -105,14 +105,16 @@ def _settings(options: PooledOptions, stages: int, extras: Extras) -> Any:
         is_causal=options.is_causal,
         stages=stages,
         programs=multiprocessors(),
-        has_segments=operands.segments(extras) is not None,
-        is_shifted=extras.shift() is not None,
+        has_segments=operands.segments(modifiers) is not None,
+        is_shifted=modifiers.shift() is not None,
     )
 
 
-def _marks(extras: Extras, options: PooledOptions, *, by_key: bool) -> tuple[jax.Array, ...]:
+def _marks(
+    modifiers: ScoreModifiers, options: PooledOptions, *, by_key: bool
+) -> tuple[jax.Array, ...]:
     """Segments and offsets, as the kernels that walk over keys take them, or over queries."""
-    found, shift = operands.segments(extras), extras.shift()
+    found, shift = operands.segments(modifiers), modifiers.shift()
     marks = () if shift is None else (shift,)
     if found is None:
         return marks
@@ -138,7 +140,7 @@ def attention(
     key_length: jax.Array | None,
     *,
     options: PooledOptions,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention` as a pass of pooling and one kernel; weights are rounded to 16 bits."""
@@ -147,10 +149,10 @@ def attention(
     launch = launch or default_launch(query.shape[-1])
     sizes = (query.shape[1], key.shape[1])
     x = _operands(query, key, value, query_length, key_length, options)
-    found = lists.by_query(levels, *sizes, query_length, key_length, options, extras)
-    settings = _settings(options, launch.forward, extras)
+    found = lists.by_query(levels, *sizes, query_length, key_length, options, modifiers)
+    settings = _settings(options, launch.forward, modifiers)
     arrays = (x.query, x.keys, x.values, *found, x.query_length, x.key_length)
-    marks = _marks(extras, options, by_key=False)
+    marks = _marks(modifiers, options, by_key=False)
     out, residual = pooled_forward.attention(
         *arrays, settings, marks, options.dtype_of_output(query)
     )
@@ -172,7 +174,7 @@ def gradient(
     d_residual: jax.Array,
     *,
     options: PooledOptions,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     dtype: str | None = None,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -193,16 +195,16 @@ def gradient(
     padded = -(-sizes[0] // options.block_q) * options.block_q
     d_out, lse, delta = rows.gradient_rows(out, residual, d_out, d_residual, padded)
     queries = (x.query, rows.padded(d_out.astype(query.dtype)), lse, delta)
-    given: tuple[Any, ...] = (query_length, key_length, options, extras)
+    given: tuple[Any, ...] = (query_length, key_length, options, modifiers)
     found = lists.by_query(levels, *sizes, *given)
-    settings = _settings(options, launch.query_gradient, extras)
-    marks = _marks(extras, options, by_key=False)
+    settings = _settings(options, launch.query_gradient, modifiers)
+    marks = _marks(modifiers, options, by_key=False)
     d_query = pooled_query_gradient.query_gradient(
         *queries, x.keys, x.values, *found, x.key_length, settings, marks
     )
-    settings = _settings(options, launch.key_gradient, extras)
+    settings = _settings(options, launch.key_gradient, modifiers)
     listed = lists.by_every_key(levels, _TILE, *sizes, *given)
-    marks = _marks(extras, options, by_key=True)
+    marks = _marks(modifiers, options, by_key=True)
     by_level = pooled_key_gradient.key_gradient(
         *queries, x.keys, x.values, *listed, x.key_length, settings=settings, marks=marks
     )

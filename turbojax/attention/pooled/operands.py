@@ -3,20 +3,20 @@
 import jax
 import jax.numpy as jnp
 
-from turbojax.attention.optional_arrays import Extras
 from turbojax.attention.pooled.pooling import group_counts
 from turbojax.attention.pooled.static import LEVELS
+from turbojax.attention.score_modifiers import ScoreModifiers
 from turbojax.numerics import rows
 
 MARKS = ("query_offset", "key_offset", "query_segment_ids", "key_value_segment_ids")
-"""What the kernels take of `Extras`."""
+"""What the kernels take of `ScoreModifiers`."""
 
 
-def segments(extras: Extras) -> tuple[jax.Array, jax.Array] | None:
+def segments(modifiers: ScoreModifiers) -> tuple[jax.Array, jax.Array] | None:
     """The segments of queries and of keys, if there are any."""
-    if extras.query_segment_ids is None or extras.key_value_segment_ids is None:
+    if modifiers.query_segment_ids is None or modifiers.key_value_segment_ids is None:
         return None
-    return extras.query_segment_ids, extras.key_value_segment_ids
+    return modifiers.query_segment_ids, modifiers.key_value_segment_ids
 
 
 def lengths(length: jax.Array | None, batch: int, tokens: int) -> jax.Array:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.pooled.pooling import group_counts, pool, sum_dtype, unpool
 from turbojax.attention.pooled.static import LEVELS, PooledOptions
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.sharding import varying_like
 
 # Most queries that are processed together, which bounds the scores that exist at a time.
@@ -67,12 +67,12 @@ def attention(
     key_length: jax.Array | None,
     *,
     options: PooledOptions,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> tuple[jax.Array, jax.Array]:
     """Pooled attention (Algorithm 1). Memory grows with ``T + S``.
 
-    Where `extras` have segments, `segments.attended` must have changed the levels. The log-sum-exp
-    is float32; float64 is computed in float64 and has a float64 one.
+    Where `modifiers` have segments, `segments.attended` must have changed the levels. The
+    log-sum-exp is float32; float64 is computed in float64 and has a float64 one.
     """
     batch, length, heads, channels = query.shape
     query_length, key_length = _lengths(query, key, query_length, key_length)
@@ -83,7 +83,7 @@ def attention(
     def one_tile(tile: _Tile) -> _Arrays:
         (q,) = tile.arrays
         real = _real(tile, query_length)
-        mask = _visible(tile, real, pyramid, options, extras)
+        mask = _visible(tile, real, pyramid, options, modifiers)
         scores = _scores(q, k, mask, pyramid, options)
         highest = jnp.max(scores, axis=-1, keepdims=True)
         shift = jnp.where(highest == -jnp.inf, jnp.zeros((), dtype), highest)
@@ -118,7 +118,7 @@ def gradient(
     d_residual: jax.Array,
     *,
     options: PooledOptions,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     dtype: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The vector-Jacobian product of `attention` (Algorithms 2 and 3). Memory grows with ``T + S``.
@@ -138,7 +138,7 @@ def gradient(
     def one_tile(sums: _Arrays, tile: _Tile) -> tuple[_Arrays, jax.Array]:
         d_k, d_v = sums
         q, o, d_o, lse, d_lse = tile.arrays
-        mask = _visible(tile, _real(tile, query_length), pyramid, options, extras)
+        mask = _visible(tile, _real(tile, query_length), pyramid, options, modifiers)
         # Where a row sees nothing, its cotangents may be anything, and `lse` is -inf.
         p = jnp.where(mask, jnp.exp(_scores(q, k, mask, pyramid, options) - lse), _zero(wide))
         d = jnp.sum(d_o.astype(wide) * o.astype(wide), axis=-1, keepdims=True)
@@ -151,7 +151,7 @@ def gradient(
 
     nothing: _Arrays = (jnp.zeros(k.shape, wide),) * 2
     tiles = _tiles(levels, kv_heads, options, query, out, d_out, *rows)
-    given = (query, key, value, levels, query_length, key_length, rows, d_out, extras)
+    given = (query, key, value, levels, query_length, key_length, rows, d_out, modifiers)
     nothing = varying_like(nothing, given)
     (d_k, d_v), d_q = jax.lax.scan(one_tile, nothing, tiles)
     return (
@@ -260,7 +260,11 @@ def _real(tile: _Tile, query_length: jax.Array) -> jax.Array:
 
 
 def _visible(
-    tile: _Tile, real: jax.Array, pyramid: _Pyramid, options: PooledOptions, extras: Extras
+    tile: _Tile,
+    real: jax.Array,
+    pyramid: _Pyramid,
+    options: PooledOptions,
+    modifiers: ScoreModifiers,
 ) -> jax.Array:
     """Which pooled tokens the queries of a tile see, bool ``[B, K or 1, G or 1, t, R]``."""
     chosen = jnp.take(tile.levels, pyramid.block, axis=-1).astype(jnp.int32)
@@ -268,12 +272,12 @@ def _visible(
     there = (pyramid.tokens > 0)[:, None, None, None]
     if options.is_causal:
         last = pyramid.last[:, None, None, None]
-        position, shift = tile.position[None, None, None, :, None], extras.shift()
+        position, shift = tile.position[None, None, None, :, None], modifiers.shift()
         if shift is not None:
             position = position + shift[:, None, None, None, None]
         there = there & (last <= position)
     # A pooled key never mixes segments, so its first token's segment is its own.
-    together = extras.visible(tile.position, pyramid.first)
+    together = modifiers.visible(tile.position, pyramid.first)
     if together is not None:
         there = there & together[:, None, None]
     return chosen & there & real

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from turbojax.attention.optional_arrays import Extras
 from turbojax.attention.pooled.static import LEVELS
+from turbojax.attention.score_modifiers import ScoreModifiers
 
 _LIMITS = jnp.iinfo(jnp.int32)
 
@@ -87,18 +87,18 @@ def blocks(ids: jax.Array, length: jax.Array | None, block: int) -> Blocks:
 
 
 def of(
-    extras: Extras,
+    modifiers: ScoreModifiers,
     query_length: jax.Array | None,
     key_length: jax.Array | None,
     block_q: int,
     block_kv: int,
 ) -> Segments | None:
     """The segments of a call, None if it has none; lengths are optional int32 ``[B or 1]``."""
-    if extras.query_segment_ids is None or extras.key_value_segment_ids is None:
+    if modifiers.query_segment_ids is None or modifiers.key_value_segment_ids is None:
         return None
     return Segments(
-        blocks(extras.query_segment_ids, query_length, block_q),
-        blocks(extras.key_value_segment_ids, key_length, block_kv),
+        blocks(modifiers.query_segment_ids, query_length, block_q),
+        blocks(modifiers.key_value_segment_ids, key_length, block_kv),
     )
 
 
@@ -106,7 +106,7 @@ def attended(
     levels: jax.Array,
     query_length: jax.Array | None,
     key_length: jax.Array | None,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     block_q: int,
     block_kv: int,
 ) -> jax.Array:
@@ -116,7 +116,7 @@ def attended(
     two blocks share none. Levels are ``[B or 1, N or 1, T_r, T_c]`` and become ``[B, ...]`` where
     there are segments; invalid ones stay. Lengths are optional int32 ``[B or 1]``.
     """
-    found = of(extras, query_length, key_length, block_q, block_kv)
+    found = of(modifiers, query_length, key_length, block_q, block_kv)
     if found is None:
         return levels
     fine = jnp.asarray(LEVELS[0], levels.dtype)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._device import AMPERE, interpreting, needs_gpu, unindexable
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.pooled import lists, operands
 from turbojax.attention.pooled.static import LEVELS, PooledOptions
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.numerics import rows
 
 _LARGEST_HEAD_DIM = 256
@@ -25,11 +25,11 @@ def unsupported(
     value: jax.Array,
     levels: jax.Array,
     options: PooledOptions,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> str | None:
     """Why the kernels cannot run this here, forward or backward; None if they can."""
     del value
-    if refusal := extras.refusal(operands.MARKS):
+    if refusal := modifiers.refusal(operands.MARKS):
         return refusal
     for name in ("block_q", "block_kv"):
         block = getattr(options, name)
@@ -115,11 +115,11 @@ def attention(
     key_length: jax.Array | None,
     *,
     options: PooledOptions,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention` as a pass of pooling and one kernel."""
     arrays = (query, key, value, levels, query_length, key_length)
-    return _attention(*arrays, extras=extras, options=options, interpret=interpreting())
+    return _attention(*arrays, modifiers=modifiers, options=options, interpret=interpreting())
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
@@ -133,13 +133,13 @@ def _attention(
     *,
     options: PooledOptions,
     interpret: bool,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.triton import _pooled_common, pooled_forward
 
     tokens = (query.shape[1], key.shape[1])
     lengths = _lengths(query, key, query_length, key_length)
-    given: tuple[Any, ...] = (query_length, key_length, options, extras)
+    given: tuple[Any, ...] = (query_length, key_length, options, modifiers)
     return pooled_forward.forward(
         query,
         _side(key, lengths[1], interpret),
@@ -147,7 +147,7 @@ def _attention(
         _pooled_common.Lists(*lists.by_query(levels, *tokens, *given)),
         *lengths,
         _walk_settings(query, options, _FORWARD_QUERIES, interpret),
-        _marks(extras),
+        _marks(modifiers),
         options.dtype_of_output(query),
     )
 
@@ -165,7 +165,7 @@ def gradient(
     d_residual: jax.Array,
     *,
     options: PooledOptions,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     dtype: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`reference.gradient` as kernels: queries, then keys and values level by level.
@@ -175,7 +175,7 @@ def gradient(
     arrays = (query, key, value, levels, query_length, key_length)
     cotangents = (out, residual, d_out, d_residual)
     static: dict[str, Any] = {"options": options, "dtype": dtype, "interpret": interpreting()}
-    return _gradient(*arrays, *cotangents, extras=extras, **static)
+    return _gradient(*arrays, *cotangents, modifiers=modifiers, **static)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "dtype", "interpret"))
@@ -193,7 +193,7 @@ def _gradient(
     *,
     options: PooledOptions,
     interpret: bool,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     dtype: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     from pallas_kernels.triton import _pooled_common, pooled_key_gradient, pooled_query_gradient
@@ -203,8 +203,8 @@ def _gradient(
     k, v = (_side(x, lengths[1], interpret) for x in (key, value))
     d_out, *row_numbers = rows.gradient_rows(out, residual, d_out, d_residual, query.shape[1])
     queries = _pooled_common.Queries(query, d_out.astype(query.dtype), *row_numbers)
-    given: tuple[Any, ...] = (query_length, key_length, options, extras)
-    marks = _marks(extras)
+    given: tuple[Any, ...] = (query_length, key_length, options, modifiers)
+    marks = _marks(modifiers)
     d_query = pooled_query_gradient.query_gradient(
         queries,
         k,
@@ -239,11 +239,11 @@ def _lengths(
     )
 
 
-def _marks(extras: Extras) -> Any:
+def _marks(modifiers: ScoreModifiers) -> Any:
     """Segments and offsets as the kernels take them."""
     from pallas_kernels.triton._pooled_common import Marks
 
-    ids, shift = operands.segments(extras), extras.shift()
+    ids, shift = operands.segments(modifiers), modifiers.shift()
     queries, keys = ((), ()) if ids is None else ((ids[0],), (ids[1],))
     return Marks(queries, keys, () if shift is None else (shift,))
 

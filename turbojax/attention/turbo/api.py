@@ -12,9 +12,9 @@ from turbojax._registry import (
     ImplementationName,
     Registry,
 )
-from turbojax.attention import optional_arrays as given
-from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention import score_modifiers as given
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.turbo import jax_triton, mosaic_gpu, reference, triton, unrounded
 from turbojax.attention.turbo.gradient import straight_through
 from turbojax.numerics.config import TurboConfig
@@ -136,7 +136,7 @@ def turbo_attention(
         logits_soft_cap=logits_soft_cap,
         output_dtype=output_dtype,
     )
-    extras = given.complete(
+    modifiers = given.complete(
         query,
         key,
         query_segment_ids=query_segment_ids,
@@ -156,7 +156,7 @@ def turbo_attention(
         key_value_seq_lengths,
         config=config,
         options=options,
-        extras=extras,
+        modifiers=modifiers,
         implementation=implementation,
         residual=return_residual,
     )
@@ -174,7 +174,7 @@ def attend(
     *,
     config: TurboConfig,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     implementation: str | None = None,
     residual: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -188,11 +188,11 @@ def attend(
         key_lengths=key_lengths,
         config=config,
         options=options,
-        extras=extras,
+        modifiers=modifiers,
         implementation=implementation,
     )
     is_ragged = query_lengths is not None or key_lengths is not None
-    is_plain = not extras.given and options.out_dtype is None and key.shape == value.shape
+    is_plain = not modifiers.given and options.out_dtype is None and key.shape == value.shape
     may_be_exact = implementation is None and not residual and not is_ragged and is_plain
     if may_be_exact and unrounded.is_faster(query, key, config, options):
         return unrounded.attend(lambda *x: run(*x)[0], query, key, value, options), None
@@ -209,7 +209,7 @@ def _attend_rounded(
     key_lengths: jax.Array | None,
     config: TurboConfig,
     options: Options,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`attend` with a gradient straight through the rounding."""
@@ -221,7 +221,7 @@ def _attend_rounded(
     static["implementation"] = implementation
     call = straight_through(_rounded, **static, is_ragged=is_ragged)
     queries, keys = jnp.clip(queries, 0, query.shape[1]), jnp.clip(keys, 0, size)
-    return call(*together(query, key, value, queries, keys, extras))
+    return call(*together(query, key, value, queries, keys, modifiers))
 
 
 def _rounded(
@@ -230,13 +230,13 @@ def _rounded(
     value: jax.Array,
     query_lengths: jax.Array,
     key_lengths: jax.Array,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     *,
     implementation: str | None,
     **static: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """`_attend_rounded` by the implementation for these arrays."""
-    static["extras"] = extras
+    static["modifiers"] = modifiers
     chosen = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
     out, residual = chosen.run(query, key, value, query_lengths, key_lengths, **static)
     return out, residual

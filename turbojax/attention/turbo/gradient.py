@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, Registry
-from turbojax.attention.optional_arrays import Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import ScoreModifiers
 from turbojax.attention.sinks import sees_only_sink, sink_gradient
 from turbojax.attention.turbo import gradient_reference, mosaic_gradient
 from turbojax.numerics.config import TurboConfig
@@ -66,9 +66,9 @@ def straight_through(
         return results, (*arrays, *results)
 
     def backward(arrays: Any, cotangents: Any) -> Any:
-        *gradients, d_extras = differentiate_once(*arrays, *cotangents)
-        *gradients, d_extras = like((*gradients, d_extras), (*arrays[:3], arrays[5]))
-        return *gradients, None, None, d_extras  # lengths are integers
+        *gradients, d_modifiers = differentiate_once(*arrays, *cotangents)
+        *gradients, d_modifiers = like((*gradients, d_modifiers), (*arrays[:3], arrays[5]))
+        return *gradients, None, None, d_modifiers  # lengths are integers
 
     call.defvjp(forward, backward)
     return call
@@ -80,26 +80,26 @@ def _gradient(
     value: jax.Array,
     query_length: jax.Array,
     key_length: jax.Array,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     *results: jax.Array,
     config: TurboConfig,
     options: Options,
     implementation: str | None,
     is_ragged: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
+) -> tuple[jax.Array, jax.Array, jax.Array, ScoreModifiers]:
     """The backward pass, from what was kept and the cotangents."""
-    static: dict[str, Any] = {"config": config, "options": options, "extras": extras}
+    static: dict[str, Any] = {"config": config, "options": options, "modifiers": modifiers}
     name = GRADIENT.beside(implementation)
     chosen = GRADIENT.select(name, query=query, key=key, value=value, **static)
     lengths = query_length, key_length
-    *gradients, d_extras = chosen.run(
+    *gradients, d_modifiers = chosen.run(
         query, key, value, *lengths, *results, **static, is_ragged=is_ragged
     )
-    if extras.sinks is not None:
-        sinks = _of_sinks(extras.sinks, query_length, *results)
-        d_extras = dataclasses.replace(d_extras, sinks=sinks)
+    if modifiers.sinks is not None:
+        sinks = _of_sinks(modifiers.sinks, query_length, *results)
+        d_modifiers = dataclasses.replace(d_modifiers, sinks=sinks)
     d_query, d_key, d_value = gradients
-    return d_query, d_key, d_value, d_extras
+    return d_query, d_key, d_value, d_modifiers
 
 
 def _of_sinks(

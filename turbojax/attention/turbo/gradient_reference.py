@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.sinks import sees_only_sink
 from turbojax.attention.turbo.operands import blocks
 from turbojax.attention.turbo.reference import in_groups, visible_pairs
@@ -36,9 +36,9 @@ def gradient(
     config: TurboConfig,
     options: Options,
     is_ragged: bool = True,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     dtype: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
+) -> tuple[jax.Array, jax.Array, jax.Array, ScoreModifiers]:
     """Gradients straight through the rounding: it counts as the identity.
 
     The weights ``P = exp(S - lse)`` are those of the forward pass: `S` are its scores, of rounded
@@ -55,7 +55,7 @@ def gradient(
     Shapes are those of the forward pass: `out` and `d_out` are ``[B, T, N, Hv]``, `residual` and
     `d_residual` float32 ``[B, T, N]``. Tokens at or past their length get zero gradients. `dtype`
     is that of the gradients of query, key and value, which are summed in float32; None for their
-    own. `is_ragged` is not used here. Also returns the extras' gradients, except those of sinks,
+    own. `is_ragged` is not used here. Also returns the modifiers' gradients, except those of sinks,
     which `turbojax.attention.sinks` computes.
     """
     del is_ragged
@@ -79,8 +79,8 @@ def gradient(
 
     # A query that sees nothing has gradient zero and adds nothing to those of keys and values.
     is_blind = residual == -jnp.inf
-    if extras.sinks is not None:
-        is_blind = is_blind | sees_only_sink(out, residual, extras.sinks)
+    if modifiers.sinks is not None:
+        is_blind = is_blind | sees_only_sink(out, residual, modifiers.sinks)
     d_out = jnp.where(is_blind[..., None], jnp.zeros((), d_out.dtype), d_out)
     d_mode = rounding.values_mode(config.mode) if config.gradient == "8bit" else "float"
     rounded_d = _rounded(d_out, query_length, config.block_q, d_mode)
@@ -91,8 +91,8 @@ def gradient(
     rounded_k = key_blocks(_rounded(key, key_length, config.block_kv, config.mode))
     rounded_v = key_blocks(_rounded_values(value, key_length, config))
     k = key_blocks(key)
-    shift = extras.shift()
-    inputs = (query, key, value, query_length, key_length, residual, d_out, d_residual, extras)
+    shift = modifiers.shift()
+    inputs = (query, key, value, query_length, key_length, residual, d_out, d_residual, modifiers)
 
     def one_query_block(sums: _Arrays, operands: _Arrays) -> tuple[_Arrays, tuple[Any, ...]]:
         number, rounded_q, q, rounded_d, d_o, lse, delta = operands
@@ -103,10 +103,10 @@ def gradient(
         start, stop = options.key_range(first, last, key_length, shift)
 
         def add(j: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-            d_q, d_k, d_v, d_extras = sums
+            d_q, d_k, d_v, d_modifiers = sums
             keys = j * block_kv + jnp.arange(block_kv)
-            mask = visible_pairs(position, keys, key_length, options, extras) & real[:, :, None]
-            added = extras.added(position, keys)
+            mask = visible_pairs(position, keys, key_length, options, modifiers) & real[:, :, None]
+            added = modifiers.added(position, keys)
             mask = mask[:, None, None]
             if added is not None:
                 added = in_groups(added, kv_heads)
@@ -125,14 +125,18 @@ def gradient(
                 d_q + dot("bkgqt,bkth->bkgqh", d_s, _at(k, j)),
                 _add_at(d_k, j, dot("bkgqt,bkgqh->bkth", d_s, q)),
                 _add_at(d_v, j, dot("bkgqt,bkgqh->bkth", p, d_o)),
-                _add_extras(d_extras, extras, jnp.where(mask, d_whole, 0), position, keys),
+                _add_modifiers(d_modifiers, modifiers, jnp.where(mask, d_whole, 0), position, keys),
             )
 
         bounds = (start // block_kv, -(-stop // block_kv))
-        nothing = (jnp.zeros(q.shape, jnp.float32), *sums, _no_extras(extras, block_q, padded_size))
+        nothing = (
+            jnp.zeros(q.shape, jnp.float32),
+            *sums,
+            _no_modifiers(modifiers, block_q, padded_size),
+        )
         nothing = varying_like(nothing, inputs)
-        d_q, *sums, d_extras = jax.lax.fori_loop(*bounds, add, nothing)
-        return tuple(sums), (d_q.astype(dtype or query.dtype), d_extras)
+        d_q, *sums, d_modifiers = jax.lax.fori_loop(*bounds, add, nothing)
+        return tuple(sums), (d_q.astype(dtype or query.dtype), d_modifiers)
 
     q = query_blocks(query)
     numbers = jnp.arange(q.shape[0], dtype=jnp.int32)
@@ -142,30 +146,36 @@ def gradient(
     operands: _Arrays = (numbers, rounded_q, q, *d_o, *rows)
     nothing: _Arrays = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, rounded_v))
     nothing = varying_like(nothing, inputs)
-    (d_k, d_v), (d_q, d_extras) = jax.lax.scan(one_query_block, nothing, operands)
+    (d_k, d_v), (d_q, d_modifiers) = jax.lax.scan(one_query_block, nothing, operands)
     d_q = jnp.moveaxis(d_q, 0, 3).reshape(batch, heads, -1, channels)
     d_k, d_v = (jnp.moveaxis(x, 0, 2).reshape(batch, kv_heads, -1, x.shape[-1]) for x in (d_k, d_v))
     return (
         jnp.swapaxes(d_q, 1, 2)[:, :length],
         jnp.swapaxes(d_k, 1, 2)[:, :size].astype(dtype or key.dtype),
         jnp.swapaxes(d_v, 1, 2)[:, :size].astype(dtype or value.dtype),
-        _whole_extras(d_extras, extras),
+        _whole_modifiers(d_modifiers, modifiers),
     )
 
 
-def _no_extras(extras: Extras, block_q: int, size: int) -> Extras:
-    """Zeros for the extras' gradients of one block of queries and `size` keys."""
-    bias, slopes = extras.bias, extras.alibi_slopes
+def _no_modifiers(modifiers: ScoreModifiers, block_q: int, size: int) -> ScoreModifiers:
+    """Zeros for the modifiers' gradients of one block of queries and `size` keys."""
+    bias, slopes = modifiers.bias, modifiers.alibi_slopes
     if bias is not None:
         rows = block_q if bias.shape[2] > 1 else 1
         bias = jnp.zeros((*bias.shape[:2], rows, size), jnp.float32)
-    return Extras(bias=bias, alibi_slopes=slopes if slopes is None else jnp.zeros_like(slopes))
+    return ScoreModifiers(
+        bias=bias, alibi_slopes=slopes if slopes is None else jnp.zeros_like(slopes)
+    )
 
 
-def _add_extras(
-    sums: Extras, extras: Extras, d_scores: jax.Array, queries: jax.Array, keys: jax.Array
-) -> Extras:
-    """Adds a tile's share of the extras' gradients to `sums`, which `_no_extras` makes.
+def _add_modifiers(
+    sums: ScoreModifiers,
+    modifiers: ScoreModifiers,
+    d_scores: jax.Array,
+    queries: jax.Array,
+    keys: jax.Array,
+) -> ScoreModifiers:
+    """Adds a tile's share of the modifiers' gradients to `sums`, which `_no_modifiers` makes.
 
     `d_scores` is float32 ``[B, K, G, q, t]``, of the scores to which bias and slopes were added.
     """
@@ -177,20 +187,22 @@ def _add_extras(
         before = jax.lax.dynamic_slice_in_dim(bias, keys[0], len(keys), axis=3)
         bias = jax.lax.dynamic_update_slice_in_dim(bias, before + share, keys[0], axis=3)
     if slopes is not None:
-        distance = extras.distances(queries, keys)[:, None].astype(jnp.float32)
+        distance = modifiers.distances(queries, keys)[:, None].astype(jnp.float32)
         slopes = slopes - jnp.sum(of_heads * distance, axis=(0, 2, 3))
-    return Extras(bias=bias, alibi_slopes=slopes)
+    return ScoreModifiers(bias=bias, alibi_slopes=slopes)
 
 
-def _whole_extras(d_extras: Extras, extras: Extras) -> Extras:
-    """The extras' gradients, in their shapes and dtypes, from those of ``n`` blocks of queries."""
-    bias, slopes = d_extras.bias, d_extras.alibi_slopes
-    if bias is not None and extras.bias is not None:
-        like = extras.bias
+def _whole_modifiers(d_modifiers: ScoreModifiers, modifiers: ScoreModifiers) -> ScoreModifiers:
+    """The modifiers' gradients, in their shapes and dtypes, from those of ``n`` query blocks."""
+    bias, slopes = d_modifiers.bias, d_modifiers.alibi_slopes
+    if bias is not None and modifiers.bias is not None:
+        like = modifiers.bias
         bias = jnp.moveaxis(bias, 0, 2) if like.shape[2] > 1 else jnp.sum(bias, axis=0)
         bias = bias.reshape(*like.shape[:2], -1, bias.shape[-1])
         bias = bias[:, :, : like.shape[2], : like.shape[3]].astype(like.dtype)
-    return Extras(bias=bias, alibi_slopes=None if slopes is None else jnp.sum(slopes, axis=0))
+    return ScoreModifiers(
+        bias=bias, alibi_slopes=None if slopes is None else jnp.sum(slopes, axis=0)
+    )
 
 
 def _rounded(x: jax.Array, length: jax.Array, block: int, mode: Mode) -> jax.Array:

@@ -8,8 +8,8 @@ import jax
 
 from turbojax import _extras
 from turbojax._device import interpreting, needs_gpu
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.turbo.operands import Stage1, plain_refusal, quantize_operands
 from turbojax.numerics.config import TurboConfig
 from turbojax.numerics.sas import SAS
@@ -30,7 +30,7 @@ def attention(
     *,
     config: TurboConfig,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Prefill attention with the numerics of `config`, as `reference.attention` defines them.
@@ -73,10 +73,10 @@ def unsupported(
     value: jax.Array,
     config: TurboConfig,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> str | None:
     """Why `attention` cannot run these arguments here, or None; see `registry.Implementation`."""
-    refusal = plain_refusal(key, value, options, extras)
+    refusal = plain_refusal(key, value, options, modifiers)
     if refusal is not None:
         return refusal
     head_dim = query.shape[-1]

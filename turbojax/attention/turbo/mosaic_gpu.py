@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._device import multiprocessors, needs_hopper
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.turbo.operands import (
     Stage1,
     bias_of_hopper,
@@ -37,10 +37,10 @@ def attention_unsupported(
     value: jax.Array,
     config: TurboConfig,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> str | None:
     """Why `turbo_attention` cannot run this here; None if it can."""
-    refusal = hopper_refusal(key, value, options, extras)
+    refusal = hopper_refusal(key, value, options, modifiers)
     if refusal is not None:
         return refusal
     head_dim = query.shape[-1]
@@ -76,7 +76,7 @@ def attention(
     *,
     config: TurboConfig,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     stage1: Stage1 | None = None,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -94,8 +94,8 @@ def attention(
 
     if options.scale < 0:  # the kernel takes the maximum of scores before it scales them
         query, options = -query, dataclasses.replace(options, scale=-options.scale)
-    has_segments = extras.query_segment_ids is not None or extras.key_bounds is not None
-    bias = bias_of_hopper(extras)
+    has_segments = modifiers.query_segment_ids is not None or modifiers.key_bounds is not None
+    bias = bias_of_hopper(modifiers)
     launch = launch or default_launch(query, config, has_segments=has_segments, bias=bias)
     of_values, value = value.shape[3], pad_axis(value, 3, key.shape[3])
     head_dim, size = query.shape[-1], padded_head_dim(query.shape[-1])
@@ -109,8 +109,8 @@ def attention(
         q, q_scale = quantize_queries(query, query_length, config, size)
     k, k_scale, v, v_scale = stage1
     dtype, segments = options.dtype_of_output(query), None
-    if extras.query_segment_ids is not None and extras.key_value_segment_ids is not None:
-        segments = kernel.Segments(extras.query_segment_ids, extras.key_value_segment_ids)
+    if modifiers.query_segment_ids is not None and modifiers.key_value_segment_ids is not None:
+        segments = kernel.Segments(modifiers.query_segment_ids, modifiers.key_value_segment_ids)
     out, residual = kernel.attention(
         pad_axis(q, 3, size),
         q_scale,
@@ -139,11 +139,11 @@ def attention(
             consumers=launch.consumers,
             in_turns=launch.in_turns,
         ),
-        shifts=extras.shift(),
+        shifts=modifiers.shift(),
         segments=segments,
-        key_bounds=extras.key_bounds,
-        sinks=extras.sinks,
-        slopes=extras.alibi_slopes,
+        key_bounds=modifiers.key_bounds,
+        sinks=modifiers.sinks,
+        slopes=modifiers.alibi_slopes,
         bias=bias,
     )
     return out[..., :of_values], residual

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._device import multiprocessors, needs_hopper
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.sinks import sees_only_sink
 from turbojax.attention.turbo import gradient_reference
 from turbojax.attention.turbo.operands import (
@@ -48,11 +48,11 @@ def unsupported(
     value: jax.Array,
     config: TurboConfig,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> str | None:
     """Why the gradient cannot be computed by these kernels here; None if it can."""
     head_dim = query.shape[-1]
-    refusal = hopper_refusal(key, value, options, extras)
+    refusal = hopper_refusal(key, value, options, modifiers)
     if refusal is not None:
         return refusal
     if config.mode == "float" and query.dtype == jnp.float32:
@@ -66,7 +66,7 @@ def unsupported(
     if config.mode == "float" and head_dim > narrower:
         return f"{head_dim=} must be at most {narrower} where config.mode='float'"
     if head_dim > narrower and config.gradient != "8bit":
-        given = {"segments": extras.query_segment_ids, "key_bounds": extras.key_bounds}
+        given = {"segments": modifiers.query_segment_ids, "key_bounds": modifiers.key_bounds}
         for name in (name for name, x in given.items() if x is not None):
             return f"{head_dim=} must be at most {narrower} with {name}, or gradient='8bit'"
     return needs_hopper()
@@ -87,10 +87,10 @@ def gradient(
     config: TurboConfig,
     options: Options,
     is_ragged: bool = True,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     dtype: str | None = None,
     launch: Launch | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
+) -> tuple[jax.Array, jax.Array, jax.Array, ScoreModifiers]:
     """`gradient_reference.gradient` as two kernels: of the queries, and of keys and values.
 
     Weights and the scores' gradients are rounded to the operands' 16 bits before they multiply;
@@ -107,9 +107,9 @@ def gradient(
     given = (query, key, value, query_length, key_length, out, residual, d_out, d_residual)
     value, out, d_out = (rows.pad_axis(x, 3, head_dim) for x in (value, out, d_out))
     # A window may end before the last query, where there are fewer keys.
-    may_hide = is_ragged or set(extras.given) - {"sinks"}
+    may_hide = is_ragged or set(modifiers.given) - {"sinks"}
     all_see = not may_hide and (options.window is None or tokens <= size)
-    d_out = d_out if all_see else _of_seeing(d_out, out, residual, extras)
+    d_out = d_out if all_see else _of_seeing(d_out, out, residual, modifiers)
     unit = None
     if query.dtype == jnp.float16:
         unit = _unit(d_out)
@@ -129,11 +129,13 @@ def gradient(
     q, k, d_o = (_in_16_bits(x) for x in (q, k, d_o))
     d8 = d8 or _as_it_is(d_o)
     x = tiles.Operands(*q8, *k8, *d8, *v8, q, k, d_o, lse, delta, query_length, key_length)
-    x = x._replace(shifts=extras.shift(), **_of_segments(extras, query_length, key_length, options))
-    x = x._replace(**_of_key_bounds(extras, query_length, size, options))
-    x = x._replace(bias=bias_of_hopper(extras))
-    if extras.alibi_slopes is not None:
-        x = x._replace(slopes=extras.alibi_slopes * math.log2(math.e))
+    x = x._replace(
+        shifts=modifiers.shift(), **_of_segments(modifiers, query_length, key_length, options)
+    )
+    x = x._replace(**_of_key_bounds(modifiers, query_length, size, options))
+    x = x._replace(bias=bias_of_hopper(modifiers))
+    if modifiers.alibi_slopes is not None:
+        x = x._replace(slopes=modifiers.alibi_slopes * math.log2(math.e))
     launch = launch or default_launch(
         q.shape[-1], config, is_plain=x.query_order is None and x.slopes is None
     )
@@ -149,15 +151,15 @@ def gradient(
     # Slopes and biases are usually constants: under `jit` a gradient that is not used is not
     # computed, neither in plain JAX nor by a kernel.
     d_bias = None
-    if extras.bias is not None:
+    if modifiers.bias is not None:
         gains = None if unit is None else 1 / unit[:, 0, 0, 0]
-        d_bias = _of_bias(x._replace(gains=gains), extras.bias, settings)
-    if extras.alibi_slopes is None:
-        return d_q, d_k, d_v, Extras(bias=d_bias)
-    *_, of_extras = gradient_reference.gradient(
-        *given, config=config, options=options, extras=extras
+        d_bias = _of_bias(x._replace(gains=gains), modifiers.bias, settings)
+    if modifiers.alibi_slopes is None:
+        return d_q, d_k, d_v, ScoreModifiers(bias=d_bias)
+    *_, of_modifiers = gradient_reference.gradient(
+        *given, config=config, options=options, modifiers=modifiers
     )
-    return d_q, d_k, d_v, Extras(alibi_slopes=of_extras.alibi_slopes, bias=d_bias)
+    return d_q, d_k, d_v, ScoreModifiers(alibi_slopes=of_modifiers.alibi_slopes, bias=d_bias)
 
 
 def _of_bias(x: Any, bias: jax.Array, settings: Callable[..., Any]) -> jax.Array:
@@ -170,22 +172,24 @@ def _of_bias(x: Any, bias: jax.Array, settings: Callable[..., Any]) -> jax.Array
     return found[..., : bias.shape[3]]
 
 
-def _of_seeing(d_out: jax.Array, out: jax.Array, residual: jax.Array, extras: Extras) -> jax.Array:
+def _of_seeing(
+    d_out: jax.Array, out: jax.Array, residual: jax.Array, modifiers: ScoreModifiers
+) -> jax.Array:
     """Cotangents with zeros for queries that saw no key, whether or not there is a sink."""
     d_out = rows.without_blind(d_out, residual)
-    if extras.sinks is None:
+    if modifiers.sinks is None:
         return d_out
-    no_key = sees_only_sink(out, residual, extras.sinks)
+    no_key = sees_only_sink(out, residual, modifiers.sinks)
     return jnp.where(no_key[..., None], jnp.zeros((), d_out.dtype), d_out)
 
 
 def _of_segments(
-    extras: Extras, query_length: jax.Array, key_length: jax.Array, options: Options
+    modifiers: ScoreModifiers, query_length: jax.Array, key_length: jax.Array, options: Options
 ) -> dict[str, jax.Array]:
     """The kernels' arguments about segments; none without segments."""
     from pallas_kernels.mosaic.hopper.segments import bounds, padded
 
-    queries, keys = extras.query_segment_ids, extras.key_value_segment_ids
+    queries, keys = modifiers.query_segment_ids, modifiers.key_value_segment_ids
     if queries is None or keys is None:
         return {}
     of_queries, of_keys = (queries, query_length), (keys, key_length)
@@ -194,24 +198,24 @@ def _of_segments(
     return {
         "query_ids": padded(queries, _TILE),
         "key_ids": padded(keys, _TILE),
-        **_in_order(query_bounds, key_bounds, extras.shift(), options),
+        **_in_order(query_bounds, key_bounds, modifiers.shift(), options),
     }
 
 
 def _of_key_bounds(
-    extras: Extras, query_length: jax.Array, size: int, options: Options
+    modifiers: ScoreModifiers, query_length: jax.Array, size: int, options: Options
 ) -> dict[str, jax.Array]:
     """The kernels' arguments about bounds of each query's keys; none without these."""
     from pallas_kernels.mosaic.hopper.segments import of_bound_keys, of_key_bounds, padded
 
-    if extras.key_bounds is None:
+    if modifiers.key_bounds is None:
         return {}
-    x = extras.key_bounds, query_length
+    x = modifiers.key_bounds, query_length
     query_bounds = of_key_bounds(*x, _TILE, size, _ROWS)
     key_bounds = of_bound_keys(*x, _ROWS, size, _TILE)
     return {
-        "own": jnp.stack([padded(a, _TILE) for a in extras.key_bounds], axis=1),
-        **_in_order(query_bounds, key_bounds, extras.shift(), options),
+        "own": jnp.stack([padded(a, _TILE) for a in modifiers.key_bounds], axis=1),
+        **_in_order(query_bounds, key_bounds, modifiers.shift(), options),
     }
 
 

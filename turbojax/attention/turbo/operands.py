@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._device import ADA, AMPERE, interpreting, needs_gpu, needs_hopper, unindexable
-from turbojax.attention.optional_arrays import Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import ScoreModifiers
 from turbojax.numerics import rounding
 from turbojax.numerics.config import TurboConfig
 from turbojax.numerics.rows import pad_axis
 
 _LARGEST_HEAD_DIM = 256
 # What Hopper's kernels support, forward and backward, in `plain_refusal`'s names: all there is.
-_HOPPER_EXTRAS = (
+_HOPPER_MODIFIERS = (
     "query_offset",
     "key_offset",
     "query_segment_ids",
@@ -218,10 +218,10 @@ def plain_refusal(
     key: jax.Array | jax.ShapeDtypeStruct,
     value: jax.Array | jax.ShapeDtypeStruct,
     options: Options,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     supported: Collection[str] = (),
 ) -> str | None:
-    """Why a kernel that has only the `supported` extras cannot run a call; None if it can.
+    """Why a kernel that has only the `supported` modifiers cannot run a call; None if it can.
 
     These may include ``"output_dtype"``, and ``"value_head_dim"``: values of fewer channels than
     keys.
@@ -233,28 +233,28 @@ def plain_refusal(
         return f"head dims {of_keys} of keys and {of_values} of values must be equal"
     if options.out_dtype is not None and "output_dtype" not in supported:
         return f"it has no output_dtype={options.out_dtype}"
-    return extras.refusal(supported)
+    return modifiers.refusal(supported)
 
 
 def hopper_refusal(
     key: jax.Array | jax.ShapeDtypeStruct,
     value: jax.Array | jax.ShapeDtypeStruct,
     options: Options,
-    extras: Extras,
+    modifiers: ScoreModifiers,
 ) -> str | None:
     """`plain_refusal` of Hopper's kernels, forward and backward."""
-    if extras.key_bounds is not None and extras.query_segment_ids is not None:
+    if modifiers.key_bounds is not None and modifiers.query_segment_ids is not None:
         return "it has no key_bounds beside segments: turbojax.bounds.segments makes bounds of them"
-    if extras.bias is not None and jnp.dtype(extras.bias.dtype).name not in _DTYPES_OF_BIAS:
-        return f"{extras.bias.dtype=} must be one of {_DTYPES_OF_BIAS}"
-    return plain_refusal(key, value, options, extras, _HOPPER_EXTRAS)
+    if modifiers.bias is not None and jnp.dtype(modifiers.bias.dtype).name not in _DTYPES_OF_BIAS:
+        return f"{modifiers.bias.dtype=} must be one of {_DTYPES_OF_BIAS}"
+    return plain_refusal(key, value, options, modifiers, _HOPPER_MODIFIERS)
 
 
-def bias_of_hopper(extras: Extras) -> jax.Array | None:
+def bias_of_hopper(modifiers: ScoreModifiers) -> jax.Array | None:
     """A bias as Hopper's kernels take it: a copy only if its keys are no multiple of 4."""
-    if extras.bias is None:
+    if modifiers.bias is None:
         return None
-    return pad_axis(extras.bias, 3, -(-extras.bias.shape[3] // _KEYS_OF_BIAS) * _KEYS_OF_BIAS)
+    return pad_axis(modifiers.bias, 3, -(-modifiers.bias.shape[3] // _KEYS_OF_BIAS) * _KEYS_OF_BIAS)
 
 
 def permute_tokens(x: jax.Array) -> jax.Array:

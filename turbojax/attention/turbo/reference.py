@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.sinks import with_sinks
 from turbojax.attention.turbo.operands import Stage1, blocks
 from turbojax.numerics import rounding
@@ -26,7 +26,7 @@ def attention(
     *,
     config: TurboConfig,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Prefill attention with the numerics of `config`, and its float32 log-sum-exp.
@@ -35,7 +35,7 @@ def attention(
     blocks that it can see. `stage1` are codes of keys and values that exist already, in order.
     """
     batch, length, heads, channels = query.shape
-    kv_heads, shift = key.shape[2], extras.shift()
+    kv_heads, shift = key.shape[2], modifiers.shift()
     # Padding must not reach the scale that a block of queries shares.
     real = jnp.arange(length)[None] < query_length[:, None]
     padded = jnp.where(real[:, :, None, None], query, jnp.zeros((), query.dtype))
@@ -55,11 +55,11 @@ def attention(
 
         def step(j: jax.Array, state: _State) -> _State:
             keys = j * config.block_kv + jnp.arange(config.block_kv)
-            mask = _visible(position, keys, query_length, key_length, options, extras)
+            mask = _visible(position, keys, query_length, key_length, options, modifiers)
             scores = rounding.exact_dot("bkgqh,bkth->bkgqt", q, _at(k, j))
             factor = q_scale * _at(k_scale, j)[:, :, None] * options.scale
             scores = rounding.cap_logits(scores * factor[..., None, None], options.logits_soft_cap)
-            added = extras.added(position, keys)
+            added = modifiers.added(position, keys)
             if added is not None:
                 added = in_groups(added, kv_heads)
                 scores, mask = scores + added, mask & (added != -jnp.inf)
@@ -72,15 +72,17 @@ def attention(
             jnp.zeros(rows, jnp.float32),
         )
         bounds = (start // config.block_kv, -(-stop // config.block_kv))
-        empty = varying_like(empty, (query, key, value, query_length, key_length, extras, stage1))
+        empty = varying_like(
+            empty, (query, key, value, query_length, key_length, modifiers, stage1)
+        )
         return rounding.finish(*jax.lax.fori_loop(*bounds, step, empty))
 
     numbers = jnp.arange(q.shape[0], dtype=jnp.int32)
     out, residual = jax.lax.map(one_query_block, (numbers, q, q_scale))
     out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(batch, -1, heads, value.shape[3])[:, :length]
     residual = jnp.moveaxis(residual, (0, 4), (1, 2)).reshape(batch, -1, heads)[:, :length]
-    if extras.sinks is not None:
-        out, residual = with_sinks(out, residual, extras.sinks, real)
+    if modifiers.sinks is not None:
+        out, residual = with_sinks(out, residual, modifiers.sinks, real)
     return out.astype(options.dtype_of_output(query)), residual
 
 
@@ -90,22 +92,26 @@ def _visible(
     query_length: jax.Array,
     key_length: jax.Array,
     options: Options,
-    extras: Extras,
+    modifiers: ScoreModifiers,
 ) -> jax.Array:
     """Which queries ``[q]`` see which keys ``[t]``, padding excluded: bool ``[B, 1, 1, q, t]``."""
-    mask = visible_pairs(queries, keys, key_length, options, extras)
+    mask = visible_pairs(queries, keys, key_length, options, modifiers)
     mask = mask & (queries[None] < query_length[:, None])[:, :, None]
     return mask[:, None, None]
 
 
 def visible_pairs(
-    queries: jax.Array, keys: jax.Array, key_length: jax.Array, options: Options, extras: Extras
+    queries: jax.Array,
+    keys: jax.Array,
+    key_length: jax.Array,
+    options: Options,
+    modifiers: ScoreModifiers,
 ) -> jax.Array:
     """Which keys each query sees, all by index: bool ``[B, t, s]``."""
-    shift = extras.shift()
+    shift = modifiers.shift()
     position = queries[None] if shift is None else queries[None] + shift[:, None]
     mask = options.mask(position, keys[None], key_length)
-    of_one_segment = extras.visible(queries, keys)
+    of_one_segment = modifiers.visible(queries, keys)
     return mask if of_one_segment is None else mask & of_one_segment
 
 

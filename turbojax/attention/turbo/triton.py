@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._device import ADA, AMPERE, interpreting, needs_gpu, unindexable
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.turbo.operands import Operands, Stage1, plain_refusal, quantize_operands
 from turbojax.numerics.config import TurboConfig
 from turbojax.numerics.sas import SAS
@@ -20,8 +20,8 @@ _LARGEST_HEAD_DIM = 256
 _SHORTEST_8_BIT_BLOCK = 32
 # Shared memory: one key block at most, and the key and value blocks in flight.
 _LARGEST_TILE, _BYTES_IN_FLIGHT = 2**16, 96 * 2**10
-# Extras that the prefill kernel supports.
-_EXTRAS = (*(field.name for field in dataclasses.fields(Extras)), "output_dtype")
+# Modifiers that the prefill kernel supports.
+_MODIFIERS = (*(field.name for field in dataclasses.fields(ScoreModifiers)), "output_dtype")
 
 
 def attention_unsupported(
@@ -31,10 +31,10 @@ def attention_unsupported(
     value: jax.Array,
     config: TurboConfig,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> str | None:
     """Why `turbo_attention` cannot run this here; None if it can."""
-    refusal = plain_refusal(key, value, options, extras, _EXTRAS)
+    refusal = plain_refusal(key, value, options, modifiers, _MODIFIERS)
     if refusal is not None:
         return refusal
     if config.mode != "float" and config.block_kv < _SHORTEST_8_BIT_BLOCK:
@@ -72,7 +72,7 @@ def attention(
     *,
     config: TurboConfig,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention` as one kernel; stage 1 runs in XLA unless `stage1` is given."""
@@ -85,7 +85,7 @@ def attention(
         stage1,
         config=config,
         options=options,
-        extras=extras,
+        modifiers=modifiers,
         interpret=interpreting(),
     )
 
@@ -101,7 +101,7 @@ def _attention(
     *,
     config: TurboConfig,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     operands = quantize_operands(query, key, value, query_length, key_length, config, stage1)
@@ -113,7 +113,7 @@ def _attention(
         dtype=options.dtype_of_output(query),
         config=config,
         options=options,
-        extras=extras,
+        modifiers=modifiers,
         interpret=interpret,
     )
 
@@ -127,7 +127,7 @@ def attend_operands(
     dtype: jax.typing.DTypeLike,
     config: TurboConfig,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the prefill kernel; see `pallas_kernels.triton.attention.attention`."""
@@ -154,10 +154,10 @@ def attend_operands(
         interpret=interpret,
     )
     ranges = None
-    if extras.query_segment_ids is not None and extras.key_value_segment_ids is not None:
-        ids = extras.query_segment_ids, extras.key_value_segment_ids
+    if modifiers.query_segment_ids is not None and modifiers.key_value_segment_ids is not None:
+        ids = modifiers.query_segment_ids, modifiers.key_value_segment_ids
         ranges = _key_blocks(*ids, tile, config.block_kv)
-    starts, ends = extras.key_bounds or (None, None)
+    starts, ends = modifiers.key_bounds or (None, None)
     return kernel.attention(
         *operands,
         query_length,
@@ -165,16 +165,16 @@ def attend_operands(
         tokens=tokens,
         dtype=dtype,
         settings=settings,
-        extras=kernel.Extras(
-            extras.shift(),
-            extras.query_segment_ids,
-            extras.key_value_segment_ids,
+        modifiers=kernel.ScoreModifiers(
+            modifiers.shift(),
+            modifiers.query_segment_ids,
+            modifiers.key_value_segment_ids,
             ranges,
             starts,
             ends,
-            extras.bias,
-            extras.alibi_slopes,
-            extras.sinks,
+            modifiers.bias,
+            modifiers.alibi_slopes,
+            modifiers.sinks,
         ),
     )
 

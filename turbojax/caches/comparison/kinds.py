@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches import exact as exact_attention
 from turbojax.caches.base import Attended, C, Counts, Description, Grows, Kind
 from turbojax.caches.comparison import kivi, tokens
@@ -46,14 +46,14 @@ class Dequantized(Kind[C]):
         lengths: jax.Array | None = None,
         *,
         options: Options,
-        extras: Extras = NOTHING,
+        modifiers: ScoreModifiers = NO_MODIFIERS,
         implementation: Any = None,
         residual: bool = False,
     ) -> tuple[Attended, C]:
         """See `Kind.prefill`; it gives no log-sum-exp."""
         api.refuse_residual(residual)
         static: dict[str, Any] = {"options": options, "implementation": implementation}
-        out = exact_attention.attend(query, key, value, lengths, extras=extras, **static)
+        out = exact_attention.attend(query, key, value, lengths, modifiers=modifiers, **static)
         if lengths is None:
             lengths = jnp.full(key.shape[:1], key.shape[1], jnp.int32)
         return (out, None), self.store_prompt(cache, key, value, lengths)
@@ -65,7 +65,7 @@ class Dequantized(Kind[C]):
         query_lengths: jax.Array | None = None,
         *,
         options: Options,
-        extras: Extras = NOTHING,
+        modifiers: ScoreModifiers = NO_MODIFIERS,
         implementation: Any = None,
         residual: bool = False,
     ) -> Attended:
@@ -77,7 +77,7 @@ class Dequantized(Kind[C]):
             ExactCache(key, value, held.lengths, held.overflowed),
             query_lengths,
             options=options,
-            extras=extras,
+            modifiers=modifiers,
             implementation=implementation,
             residual=residual,
         )

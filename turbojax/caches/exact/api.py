@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from turbojax import _checks
 from turbojax.attention import cudnn
-from turbojax.attention import optional_arrays as given
+from turbojax.attention import score_modifiers as given
 from turbojax.attention import sinks as sinks_of_call
 from turbojax.attention import turbo as turbo_attention
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options, require_causal
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches import checks, new_tokens, ring
 from turbojax.caches.base import Attended
 from turbojax.caches.exact import mosaic_gpu, reference
@@ -71,9 +71,9 @@ def attention(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
     )
-    extras = given.of_layer(query, sinks)
+    modifiers = given.of_layer(query, sinks)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
-    return attend(query, key, value, extras=extras, **static)
+    return attend(query, key, value, modifiers=modifiers, **static)
 
 
 def attend(
@@ -83,7 +83,7 @@ def attend(
     lengths: jax.Array | None = None,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     implementation: str | None = None,
 ) -> jax.Array:
     """`attention` of `Options`, causal ones.
@@ -98,7 +98,7 @@ def attend(
         key, value = (rows.without_padding(x, lengths) for x in (key, value))
     static: dict[str, Any] = {"options": options, "implementation": implementation}
     run = per_device_explicit(tables.EXACT, _attend, **static)
-    out: jax.Array = run(query, key, value, extras)
+    out: jax.Array = run(query, key, value, modifiers)
     return out
 
 
@@ -106,17 +106,23 @@ def _attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     *,
     options: Options,
     implementation: str | None,
 ) -> jax.Array:
     """`attention` by the implementation for these arrays."""
-    chosen = _choose(implementation, query, key, options, extras)
-    if options.logits_soft_cap is not None or options.out_dtype is not None or extras.given:
+    chosen = _choose(implementation, query, key, options, modifiers)
+    if options.logits_soft_cap is not None or options.out_dtype is not None or modifiers.given:
         name = "xla" if implementation == "xla" else None
         out, _ = turbo_attention.attend(
-            query, key, value, config=_FLOAT, options=options, extras=extras, implementation=name
+            query,
+            key,
+            value,
+            config=_FLOAT,
+            options=options,
+            modifiers=modifiers,
+            implementation=name,
         )
         return out
     return cudnn.attend(query, key, value, options=options, implementation=chosen)
@@ -130,14 +136,14 @@ def prefill(
     lengths: jax.Array | None = None,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     implementation: str | None = None,
     residual: bool = False,
 ) -> tuple[Attended, ExactCache]:
     """See `turbojax.caches.base.Kind.prefill`; it gives no log-sum-exp."""
     refuse_residual(residual)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
-    out = attend(query, key, value, lengths, extras=extras, **static)
+    out = attend(query, key, value, lengths, modifiers=modifiers, **static)
     return (out, None), append(cache, key, value, lengths=lengths)
 
 
@@ -155,7 +161,7 @@ def decode(
     query_lengths: jax.Array | None = None,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     implementation: str | None = None,
     residual: bool = False,
 ) -> Attended:
@@ -167,16 +173,16 @@ def decode(
     require_causal(options)
     _check_newest(query, cache)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
-    gives_part = residual or bool(extras.given) or options.out_dtype is not None
+    gives_part = residual or bool(modifiers.given) or options.out_dtype is not None
     if query_lengths is None:
-        return _decode_any(query, cache, extras, gives_part=gives_part, **static)
+        return _decode_any(query, cache, modifiers, gives_part=gives_part, **static)
     tokens = query.shape[1]
     real = _checks.check_lengths("query_seq_lengths", query_lengths, query.shape[0], tokens)
     real = jnp.clip(real, 0, tokens)
-    moves = tokens > 1 and extras.query_offset is None
+    moves = tokens > 1 and modifiers.query_offset is None
     if moves:  # the implementations know no padding: real queries go to the end
         query = _moved(query, real - tokens)
-    found = _decode_any(query, cache, extras, gives_part=True, **static)
+    found = _decode_any(query, cache, modifiers, gives_part=True, **static)
     out, lse = (_moved(x, tokens - real) for x in found) if moves else found
     is_real = jnp.arange(tokens)[None] < real[:, None]
     out = jnp.where(is_real[..., None, None], out, 0)
@@ -202,20 +208,25 @@ def _check_newest(query: jax.Array, cache: ExactCache) -> None:
 
 
 def _decode_any(
-    query: jax.Array, cache: ExactCache, extras: Extras, **static: Any
+    query: jax.Array, cache: ExactCache, modifiers: ScoreModifiers, **static: Any
 ) -> tuple[jax.Array, Any]:
     """`decode` of checked arguments; a log-sum-exp only where a part is wanted."""
     out, residual = per_device_explicit(tables.EXACT_DECODE, _decode_here, **static)(
-        query, cache, extras
+        query, cache, modifiers
     )
     return out, residual
 
 
 def _decode_here(
-    query: jax.Array, cache: ExactCache, extras: Extras, *, gives_part: bool, **static: Any
+    query: jax.Array,
+    cache: ExactCache,
+    modifiers: ScoreModifiers,
+    *,
+    gives_part: bool,
+    **static: Any,
 ) -> tuple[jax.Array, Any]:
     if gives_part:
-        return _decode_part(query, cache, extras=extras, **static)
+        return _decode_part(query, cache, modifiers=modifiers, **static)
     return _decode(query, cache, **static), None
 
 
@@ -244,26 +255,26 @@ def _decode_part(
     cache: ExactCache,
     *,
     options: Options,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` of checked arguments with every option, and the log-sum-exp."""
     ring.check_visible(cache, options.window, query.shape[1])
-    new_tokens.check_whole(cache, extras)
-    if extras.query_offset is not None:
+    new_tokens.check_whole(cache, modifiers)
+    if modifiers.query_offset is not None:
         real = jnp.full(query.shape[0], query.shape[1], jnp.int32)
-        lengths, extras = new_tokens.as_newest(query, cache.lengths, real, extras, options)
+        lengths, modifiers = new_tokens.as_newest(query, cache.lengths, real, modifiers, options)
         cache = new_tokens.shortened(cache, lengths)
 
-    def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
+    def run(modifiers: ScoreModifiers, options: Options) -> tuple[jax.Array, jax.Array]:
         chosen = _choose_decode(
-            implementation, query, cache, options, extras=extras, gives_part=True
+            implementation, query, cache, options, modifiers=modifiers, gives_part=True
         )
         if chosen == "mosaic_gpu":
             return _part_by_kernel(options, *together(query, cache))
-        return _part_by_xla(query, cache, extras, options=options)
+        return _part_by_xla(query, cache, modifiers, options=options)
 
-    return sinks_of_call.after(run, query, None, extras, options)
+    return sinks_of_call.after(run, query, None, modifiers, options)
 
 
 def _by_xla(query: jax.Array, cache: ExactCache, *, options: Options) -> jax.Array:
@@ -279,12 +290,16 @@ def _by_xla(query: jax.Array, cache: ExactCache, *, options: Options) -> jax.Arr
 
 @functools.partial(jax.jit, static_argnames="options")
 def _part_by_xla(
-    query: jax.Array, cache: ExactCache, extras: Extras = NOTHING, *, options: Options
+    query: jax.Array,
+    cache: ExactCache,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
+    *,
+    options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     begin = None
-    if extras.query_offset is not None:
+    if modifiers.query_offset is not None:
         real = jnp.full(query.shape[0], query.shape[1], jnp.int32)
-        begin = extras.begin(cache.lengths, real)
+        begin = modifiers.begin(cache.lengths, real)
     out, residual = reference.masked_part(
         query,
         cache.key,
@@ -343,12 +358,12 @@ def _choose_decode(
     cache: ExactCache,
     options: Options,
     *,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     gives_part: bool = False,
 ) -> str:
     """The name of what decodes: the one asked for, or the first of cuDNN, kernel and XLA that can.
 
-    `gives_part`: more is wanted than an output in the query's dtype. Sinks are not in `extras`.
+    `gives_part`: more is wanted than an output in the query's dtype. Sinks are not in `modifiers`.
     """
     _check_name(implementation)
     refusals = {
@@ -363,7 +378,7 @@ def _choose_decode(
                 logits_soft_cap=options.logits_soft_cap,
             )
         ),
-        "mosaic_gpu": lambda: extras.refusal() or mosaic_gpu.unsupported(query, cache),
+        "mosaic_gpu": lambda: modifiers.refusal() or mosaic_gpu.unsupported(query, cache),
         "xla": lambda: None,
     }
     if implementation == REPEATABLE:
@@ -388,13 +403,13 @@ def _choose(
     query: jax.Array,
     key: jax.Array,
     options: Options,
-    extras: Extras,
+    modifiers: ScoreModifiers,
 ) -> Literal["xla", "cudnn"]:
     """The name of what attends within prompts."""
     _check_name(implementation)
     if implementation == "xla":
         return "xla"
-    refusal = extras.refusal() or cudnn.unsupported(
+    refusal = modifiers.refusal() or cudnn.unsupported(
         query, key, logits_soft_cap=options.logits_soft_cap
     )
     if options.out_dtype is not None:

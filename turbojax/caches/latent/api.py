@@ -11,8 +11,8 @@ from turbojax import _checks
 from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
-from turbojax.attention.optional_arrays import NOTHING, Extras, of_cache
 from turbojax.attention.options import Options, require_causal
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers, of_cache
 from turbojax.attention.sinks import with_sinks
 from turbojax.caches import checks
 from turbojax.caches.latent import mosaic_gpu, reference
@@ -144,7 +144,7 @@ def latent_attention(
         cache,
         query_seq_lengths,
         options=_options(scale, local_window_size, output_dtype),
-        extras=of_cache(
+        modifiers=of_cache(
             query_latent, sinks=sinks, query_offset=query_offset, key_offset=key_offset
         ),
         implementation=implementation,
@@ -159,7 +159,7 @@ def attend(
     query_lengths: jax.Array | None = None,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`latent_attention` of `Options`: causal, without a cap; gives the log-sum-exp too."""
@@ -169,7 +169,7 @@ def attend(
             f"{query_latent.shape=} must have {cache.batch_size} sequences, as the cache has"
         )
     run = per_device(tables.LATENT, _attend, options=options, implementation=implementation)
-    out, residual = run(query_latent, query_rope, cache, query_lengths, extras)
+    out, residual = run(query_latent, query_rope, cache, query_lengths, modifiers)
     return out, residual
 
 
@@ -178,7 +178,7 @@ def _attend(
     query_rope: jax.Array,
     cache: LatentCache,
     query_lengths: jax.Array | None,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     *,
     options: Options,
     implementation: str | None,
@@ -187,7 +187,7 @@ def _attend(
     pages, block_tables = as_pages(cache)
     arrays = (query_latent, query_rope, pages, block_tables, cache.lengths, query_lengths)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
-    return attend_pages(*arrays, extras=extras, **static)
+    return attend_pages(*arrays, modifiers=modifiers, **static)
 
 
 def paged_latent_attention(
@@ -248,7 +248,7 @@ def paged_latent_attention(
         lengths,
         query_seq_lengths,
         options=_options(scale, local_window_size, output_dtype),
-        extras=of_cache(
+        modifiers=of_cache(
             query_latent, sinks=sinks, query_offset=query_offset, key_offset=key_offset
         ),
         implementation=implementation,
@@ -265,7 +265,7 @@ def attend_pages(
     query_lengths: jax.Array | None = None,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_latent_attention` of `Options`: causal, without a cap; gives the log-sum-exp too."""
@@ -279,12 +279,12 @@ def attend_pages(
     lengths = page_checks.check_lengths("lengths", lengths, batch)
     query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
     if _checks.is_concrete(block_tables, lengths):
-        first = _first_seen(lengths, query_lengths, tokens, options, extras)
+        first = _first_seen(lengths, query_lengths, tokens, options, modifiers)
         page_checks.check_readable(cache, block_tables, lengths, first)
     run = per_device(
         tables.PAGED_LATENT, _attend_pages, options=options, implementation=implementation
     )
-    arrays = (query_latent, query_rope, cache, block_tables, lengths, query_lengths, extras)
+    arrays = (query_latent, query_rope, cache, block_tables, lengths, query_lengths, modifiers)
     out, residual = run(*arrays)
     return out, residual
 
@@ -296,18 +296,18 @@ def _attend_pages(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     *,
     options: Options,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`attend_pages` by the implementation for these arrays."""
     queries = query_latent, query_rope
-    static: dict[str, Any] = {"options": options, "extras": extras}
+    static: dict[str, Any] = {"options": options, "modifiers": modifiers}
     chosen = select(implementation, *queries, cache, block_tables, **static)
     run = functools.partial(_run, attend=chosen.run, interpret=interpreting())
     call = refuse_gradients(run, "latent_attention", options=options)
-    arrays = (query_latent, query_rope, cache, block_tables, lengths, query_lengths, extras)
+    arrays = (query_latent, query_rope, cache, block_tables, lengths, query_lengths, modifiers)
     out, residual = call(*together(*arrays))
     return out, residual
 
@@ -320,7 +320,7 @@ def select(
     block_tables: jax.Array | jax.ShapeDtypeStruct,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> Implementation:
     """The implementation for a call with these arguments; only shapes and dtypes are used."""
     return LATENT.select(
@@ -330,7 +330,7 @@ def select(
         cache=cache,
         block_tables=block_tables,
         options=options,
-        extras=extras,
+        modifiers=modifiers,
     )
 
 
@@ -344,10 +344,14 @@ def _options(
 
 
 def _first_seen(
-    lengths: jax.Array, query_lengths: jax.Array, tokens: int, options: Options, extras: Extras
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    tokens: int,
+    options: Options,
+    modifiers: ScoreModifiers,
 ) -> jax.Array | None:
     """The first token that a query may see; with an offset, or without a window, None: any."""
-    window = None if extras.query_offset is not None else options.window
+    window = None if modifiers.query_offset is not None else options.window
     return page_checks.first_seen(lengths, query_lengths, tokens, window)
 
 
@@ -375,7 +379,7 @@ def _run(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     *,
     attend: Callable[..., tuple[jax.Array, jax.Array]],
     interpret: bool,
@@ -387,7 +391,7 @@ def _run(
     """
     del interpret
     tokens, dtype = query_latent.shape[1], options.dtype_of_output(query_latent)
-    first = _first_seen(lengths, query_lengths, tokens, options, extras)
+    first = _first_seen(lengths, query_lengths, tokens, options, modifiers)
     ok = page_checks.readable(cache, block_tables, lengths, first)
     out, residual = attend(
         query_latent,
@@ -397,9 +401,9 @@ def _run(
         jnp.where(ok, lengths, -1),
         jnp.clip(query_lengths, 0, tokens),
         options=options,
-        extras=extras,
+        modifiers=modifiers,
     )
-    if extras.sinks is not None:
+    if modifiers.sinks is not None:
         real = jnp.arange(tokens)[None] < query_lengths[:, None]
-        out, residual = with_sinks(out, residual, extras.sinks, real)
+        out, residual = with_sinks(out, residual, modifiers.sinks, real)
     return out.astype(dtype), residual

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import AttentionOptions, Options, check_implementation
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches import latent as latent_attention
 from turbojax.caches import new_tokens
 from turbojax.caches.base import (
@@ -159,13 +159,13 @@ class Latent(Kind[LatentCache]):
         lengths: jax.Array | None = None,
         *,
         options: Options,
-        extras: Extras = NOTHING,
+        modifiers: ScoreModifiers = NO_MODIFIERS,
         implementation: Any = None,
         residual: bool = False,
     ) -> tuple[Attended, LatentCache]:
         """See `Kind.prefill`; it gives no log-sum-exp."""
         cache = self.append(cache, key, value, lengths=lengths)
-        given: Any = {"options": options, "extras": extras, "implementation": implementation}
+        given: Any = {"options": options, "modifiers": modifiers, "implementation": implementation}
         return self.decode(query, cache, lengths, residual=residual, **given), cache
 
     def decode(
@@ -175,13 +175,13 @@ class Latent(Kind[LatentCache]):
         query_lengths: jax.Array | None = None,
         *,
         options: Options,
-        extras: Extras = NOTHING,
+        modifiers: ScoreModifiers = NO_MODIFIERS,
         implementation: Any = None,
         residual: bool = False,
     ) -> Attended:
         """See `Kind.decode`; it gives no log-sum-exp."""
-        if extras.given or residual:
-            what = ", ".join(extras.given) or "return_residual"
+        if modifiers.given or residual:
+            what = ", ".join(modifiers.given) or "return_residual"
             raise NotImplementedError(f"a cache of latents cannot attend with {what}")
         return attend_cache(query, cache, query_lengths, options, implementation), None
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from turbojax import polar
 from turbojax._device import multiprocessors, needs_hopper
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches.latent.pages import LatentPages
 from turbojax.caches.paged.formats import Codes
 from turbojax.polar.rotation import hadamard
@@ -37,12 +37,12 @@ def unsupported(
     cache: LatentPages,
     block_tables: jax.Array,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
     del query_latent, query_rope, block_tables
-    if options.out_dtype is not None or extras.given:
-        return extras.refusal() or f"it has no output_dtype={options.out_dtype}"
+    if options.out_dtype is not None or modifiers.given:
+        return modifiers.refusal() or f"it has no output_dtype={options.out_dtype}"
     if not _has_kernel():
         return "this version has no such kernel"
     if (cache.latent_dim, cache.rope_dim) != (_LATENT_DIM, _ROPE_DIM):
@@ -64,12 +64,12 @@ def attend(
     query_lengths: jax.Array,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attend` as a kernel; queries, weights and latents are rounded to `cache.dtype`."""
     from pallas_kernels.mosaic.hopper.latent import kernel
 
-    del extras  # see `unsupported`
+    del modifiers  # see `unsupported`
     settings = kernel.settings(
         options.scale,
         *query_latent.shape[:3],

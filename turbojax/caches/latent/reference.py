@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import polar
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches.latent.formats import Tokens
 from turbojax.caches.latent.pages import LatentPages
 from turbojax.caches.paged.checks import in_tiles
@@ -34,7 +34,7 @@ def attend(
     query_lengths: jax.Array,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the newest tokens' queries to their sequences' pages, and gives the log-sum-exp.
 
@@ -47,7 +47,7 @@ def attend(
     rows, tokens = query_latent.shape[:3], query_latent.shape[1]
     tables = in_tiles(block_tables, cache.page_size, _TILE)
     offset = jnp.arange(tokens, dtype=jnp.int32)[None]
-    begin = extras.begin(lengths, query_lengths)
+    begin = modifiers.begin(lengths, query_lengths)
     position = begin[:, None] + offset
     real = offset < query_lengths[:, None]
     queries = query_latent.astype(jnp.float32), query_rope.astype(jnp.float32)
@@ -59,7 +59,7 @@ def attend(
 
     # All sequences in one program: one that sees nothing of a tile keeps its bits.
     first = jnp.min(jnp.where(query_lengths > 0, position[:, 0], jnp.iinfo(jnp.int32).max))
-    last = jnp.max(extras.end(lengths, query_lengths)) - 1
+    last = jnp.max(modifiers.end(lengths, query_lengths)) - 1
     start, stop = options.key_range(first, last, lengths)
     bounds = jnp.maximum(start, 0) // _TILE, -(-jnp.maximum(stop, 0) // _TILE)
     empty = (
@@ -67,7 +67,7 @@ def attend(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.float32),
     )
-    empty = varying_like(empty, queries, cache, tables, lengths, query_lengths, extras)
+    empty = varying_like(empty, queries, cache, tables, lengths, query_lengths, modifiers)
     out, residual = rounding.finish(*jax.lax.fori_loop(*bounds, tile, empty))
     if is_rotated:
         out = polar.unrotate(out, cache.rotation)

@@ -11,10 +11,10 @@ from turbojax import _checks, polar
 from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
-from turbojax.attention import optional_arrays as given
+from turbojax.attention import score_modifiers as given
 from turbojax.attention import sinks as sinks_of_call
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options, require_causal
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches import checks, new_tokens
 from turbojax.caches.paged import checks as page_checks
 from turbojax.caches.paged import hopper, reference, triton
@@ -30,13 +30,13 @@ def _sheltered(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array | None,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     attend: Callable[..., tuple[jax.Array, jax.Array]],
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs an implementation: hides sequences that cannot be read from it, and rotates for it."""
-    first = _first_seen(query, lengths, query_lengths, extras, options)
+    first = _first_seen(query, lengths, query_lengths, modifiers, options)
     if query_lengths is None:
         query_lengths = jnp.full(query.shape[:1], query.shape[1], jnp.int32)
     ok = page_checks.readable(cache, block_tables, lengths, first)
@@ -48,7 +48,7 @@ def _sheltered(
         jnp.clip(block_tables, 0, cache.num_pages - 1),
         jnp.where(ok, lengths, 0),
         jnp.clip(query_lengths, 0, query.shape[1]),
-        extras,
+        modifiers,
         options=options,
     )
     if formats.value.is_rotated:
@@ -160,7 +160,7 @@ def paged_attention(
         logits_soft_cap=logits_soft_cap,
         output_dtype=output_dtype,
     )
-    extras = given.of_cache(query, sinks=sinks, query_offset=query_offset, key_offset=key_offset)
+    modifiers = given.of_cache(query, sinks=sinks, query_offset=query_offset, key_offset=key_offset)
     out, residual = attend(
         query,
         cache,
@@ -168,7 +168,7 @@ def paged_attention(
         lengths,
         query_seq_lengths,
         options=options,
-        extras=extras,
+        modifiers=modifiers,
         implementation=implementation,
     )
     return (out, residual) if return_residual else out
@@ -182,7 +182,7 @@ def attend(
     query_lengths: jax.Array | None = None,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` of `Options`, causal ones; gives the log-sum-exp too."""
@@ -195,10 +195,10 @@ def attend(
     if query_lengths is not None:  # making it an array would take a kernel
         query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
     if _checks.is_concrete(block_tables, lengths):
-        first = _first_seen(query, lengths, query_lengths, extras, options)
+        first = _first_seen(query, lengths, query_lengths, modifiers, options)
         page_checks.check_readable(cache, block_tables, lengths, first)
     run = per_device(tables.PAGED, _attend, options=options, implementation=implementation)
-    arrays = (query, cache, block_tables, lengths, query_lengths, extras)
+    arrays = (query, cache, block_tables, lengths, query_lengths, modifiers)
     results: tuple[jax.Array, jax.Array] = run(*arrays)
     return results
 
@@ -207,14 +207,14 @@ def _first_seen(
     query: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array | None,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     options: Options,
 ) -> jax.Array | None:
     """The first token of each sequence that a query sees, int32 ``[B]``; None for token 0."""
     tokens = query.shape[1]
-    if extras.query_offset is None or options.window is None:
+    if modifiers.query_offset is None or options.window is None:
         return page_checks.first_seen(lengths, query_lengths, tokens, options.window)
-    return jnp.maximum(extras.begin(lengths, lengths) - options.window[0], 0)
+    return jnp.maximum(modifiers.begin(lengths, lengths) - options.window[0], 0)
 
 
 def _attend(
@@ -223,31 +223,33 @@ def _attend(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array | None,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     *,
     options: Options,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` by the implementation for these arrays."""
-    if extras.query_offset is not None:
+    if modifiers.query_offset is not None:
         if query_lengths is None:
             query_lengths = jnp.full(query.shape[:1], query.shape[1], jnp.int32)
         query_lengths = jnp.clip(query_lengths, 0, query.shape[1])
         held, capacity = lengths, block_tables.shape[1] * cache.page_size
-        lengths, extras = new_tokens.as_newest(query, held, query_lengths, extras, options)
+        lengths, modifiers = new_tokens.as_newest(query, held, query_lengths, modifiers, options)
         lengths = jnp.where(held > capacity, held, lengths)  # so that it is found out of range
 
-    def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
-        chosen = select(implementation, query, cache, block_tables, options=options, extras=extras)
+    def run(modifiers: ScoreModifiers, options: Options) -> tuple[jax.Array, jax.Array]:
+        chosen = select(
+            implementation, query, cache, block_tables, options=options, modifiers=modifiers
+        )
         attend = functools.partial(_run, attend=chosen.run, interpret=interpreting())
         call = refuse_gradients(attend, "paged_attention", options=options)
-        arrays = (query, cache, block_tables, lengths, query_lengths, extras)
+        arrays = (query, cache, block_tables, lengths, query_lengths, modifiers)
         out, residual = call(*together(*arrays))
         return out, residual
 
-    if _kernel_has_sinks(implementation, query, cache, block_tables, extras, options):
-        return run(extras, options)
-    return sinks_of_call.after(run, query, query_lengths, extras, options)
+    if _kernel_has_sinks(implementation, query, cache, block_tables, modifiers, options):
+        return run(modifiers, options)
+    return sinks_of_call.after(run, query, query_lengths, modifiers, options)
 
 
 def _kernel_has_sinks(
@@ -255,15 +257,15 @@ def _kernel_has_sinks(
     query: jax.Array,
     cache: PagedCache,
     block_tables: jax.Array,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     options: Options,
 ) -> bool:
     """Whether there are sinks, and the implementation chosen takes them itself."""
-    is_asked = extras.sinks is not None and implementation in (None, "mosaic_gpu")
+    is_asked = modifiers.sinks is not None and implementation in (None, "mosaic_gpu")
     if not is_asked or not hopper.has_sinks(query, cache):
         return False
     arguments: Any = {"query": query, "cache": cache, "block_tables": block_tables}
-    return hopper.unsupported(**arguments, options=options, extras=extras) is None
+    return hopper.unsupported(**arguments, options=options, modifiers=modifiers) is None
 
 
 def select(
@@ -273,7 +275,7 @@ def select(
     block_tables: jax.Array | jax.ShapeDtypeStruct,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> Implementation:
     """The implementation for a call of `paged_attention`; only shapes and dtypes are used."""
     turned = cache.formats.key.is_rotated
@@ -283,7 +285,7 @@ def select(
         cache=cache,
         block_tables=block_tables,
         options=options,
-        extras=extras,
+        modifiers=modifiers,
     )
 
 

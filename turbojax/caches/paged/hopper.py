@@ -2,8 +2,8 @@
 
 import jax
 
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches.paged import mosaic_gpu, mosaic_prompt
 from turbojax.caches.paged.pool import PagedCache
 
@@ -26,10 +26,10 @@ def unsupported(
     cache: PagedCache,
     block_tables: jax.Array,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
-    refusal = extras.refusal(("sinks",) if has_sinks(query, cache) else ())
+    refusal = modifiers.refusal(("sinks",) if has_sinks(query, cache) else ())
     if refusal is not None:
         return refusal
     if _has_many(query, cache):
@@ -45,12 +45,12 @@ def attend(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array | None,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`mosaic_prompt.attend` of many queries, `mosaic_gpu.attend` of few."""
     arrays = query, cache, block_tables, lengths, query_lengths
     if _has_many(query, cache):
-        return mosaic_prompt.attend(*arrays, extras.sinks, options=options)
+        return mosaic_prompt.attend(*arrays, modifiers.sinks, options=options)
     return mosaic_gpu.attend(*arrays, options=options)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options, require_causal
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches import new_tokens, ring
 from turbojax.caches.base import (
     ROWS,
@@ -49,7 +49,7 @@ def attend(
     *,
     query_lengths: jax.Array | None = None,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     implementation: str | None = None,
 ) -> Attended:
     """Causal attention of the newest tokens to all that is held, with the log-sum-exp.
@@ -60,15 +60,15 @@ def attend(
     """
     batch, tokens, heads, _ = query.shape
     ring.check_visible(layer, options.window, tokens)
-    new_tokens.check_whole(layer, extras)
+    new_tokens.check_whole(layer, modifiers)
 
     def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> Any:
         arrays = (queries, layer.pages, layer.block_tables, lengths, real)
         static: Any = {"options": options, "implementation": implementation}
-        return api.attend(*arrays, extras=extras, **static)
+        return api.attend(*arrays, modifiers=modifiers, **static)
 
     size = query_chunk(batch, heads // layer.pages.num_kv_heads)
-    if extras.query_offset is not None:  # of all queries together
+    if modifiers.query_offset is not None:  # of all queries together
         size = tokens
     found: Attended = new_tokens.in_chunks(run, query, layer.lengths, query_lengths, size)
     return found
@@ -82,13 +82,13 @@ def append_and_attend(
     lengths: jax.Array,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     implementation: str | None = None,
 ) -> tuple[Attended, PagedLayer]:
     """Stores tokens and attends to all that is held; in parts if the layer keeps too little."""
     batch, tokens, heads, _ = query.shape
     attend_to = functools.partial(
-        attend, options=options, extras=extras, implementation=implementation
+        attend, options=options, modifiers=modifiers, implementation=implementation
     )
     most = ring.most_new_tokens(layer, ring.window_of(options.window))
     if most is None or tokens <= most:
@@ -204,7 +204,7 @@ class Pages(Kind[PagedLayer]):
         lengths: jax.Array | None = None,
         *,
         options: Options,
-        extras: Extras = NOTHING,
+        modifiers: ScoreModifiers = NO_MODIFIERS,
         implementation: Any = None,
         residual: bool = False,
     ) -> tuple[Attended, PagedLayer]:
@@ -213,7 +213,7 @@ class Pages(Kind[PagedLayer]):
         require_causal(options)
         _checks.check_query_key_value(query, key, value)
         lengths = _checks.check_lengths("key_value_seq_lengths", lengths, *key.shape[:2])
-        static: Any = {"options": options, "extras": extras, "implementation": implementation}
+        static: Any = {"options": options, "modifiers": modifiers, "implementation": implementation}
         return append_and_attend(query, key, value, cache, lengths, **static)
 
     def decode(
@@ -223,7 +223,7 @@ class Pages(Kind[PagedLayer]):
         query_lengths: jax.Array | None = None,
         *,
         options: Options,
-        extras: Extras = NOTHING,
+        modifiers: ScoreModifiers = NO_MODIFIERS,
         implementation: Any = None,
         residual: bool = False,
     ) -> Attended:
@@ -234,7 +234,7 @@ class Pages(Kind[PagedLayer]):
             shape = query.shape[:2]
             query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, *shape)
             query_lengths = jnp.clip(query_lengths, 0, query.shape[1])
-        static: Any = {"options": options, "extras": extras, "implementation": implementation}
+        static: Any = {"options": options, "modifiers": modifiers, "implementation": implementation}
         return attend(query, cache, query_lengths=query_lengths, **static)
 
     dequantize = staticmethod(dequantize)

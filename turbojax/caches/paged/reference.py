@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches.paged.checks import in_tiles
 from turbojax.caches.paged.pool import PagedCache
 from turbojax.numerics import rounding
@@ -42,7 +42,7 @@ def attend(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
@@ -60,7 +60,7 @@ def attend(
             block_tables,
             lengths,
             query_lengths,
-            extras,
+            modifiers,
             options=options,
         )
         return out[:, :1], residual[:, :1]
@@ -77,8 +77,8 @@ def attend(
 
     def sequence(b: jax.Array, results: _State) -> _State:
         begin, last = lengths[b] - query_lengths[b], lengths[b] - 1
-        if extras.query_offset is not None:
-            begin = extras.begin(lengths, query_lengths)[b]
+        if modifiers.query_offset is not None:
+            begin = modifiers.begin(lengths, query_lengths)[b]
             last = begin + query_lengths[b] - 1
 
         def tile(i: jax.Array, state: _State) -> _State:
@@ -110,7 +110,7 @@ def attend(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.float32),
     )
-    empty = varying_like(empty, query, cache, block_tables, lengths, query_lengths, extras)
+    empty = varying_like(empty, query, cache, block_tables, lengths, query_lengths, modifiers)
     count = jax.lax.optimization_barrier(jnp.asarray(batch, jnp.int32))
     out, residual = rounding.finish(*jax.lax.fori_loop(0, count, sequence, empty))
     out = (out * value_factor).reshape(query.shape)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from turbojax import polar
 from turbojax._device import ADA, AMPERE, interpreting, needs_gpu, unindexable
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches.paged.formats import Codes, Format
 from turbojax.caches.paged.pool import PagedCache
 
@@ -27,11 +27,11 @@ def unsupported(
     cache: PagedCache,
     block_tables: jax.Array,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
     del query, block_tables, options
-    refusal = extras.refusal()
+    refusal = modifiers.refusal()
     if refusal is not None:
         return refusal
     if not _SMALLEST_HEAD_DIM <= cache.head_dim <= _LARGEST_HEAD_DIM:
@@ -51,7 +51,7 @@ def attend(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
@@ -61,7 +61,7 @@ def attend(
     Weights are rounded to the values' dtype, for fp8 to float16; multiplied by the norms of codes,
     or by the scales of int8, they are rounded to bfloat16.
     """
-    del extras  # see `unsupported`
+    del modifiers  # see `unsupported`
     return _attend(
         query,
         cache,

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, Registry
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options, require_causal
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.turbo import unrounded
 from turbojax.attention.turbo.api import ATTENTION
 from turbojax.caches import checks, new_tokens
@@ -37,7 +37,7 @@ def prefill(
     lengths: jax.Array | None = None,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     implementation: str | None = None,
     residual: bool = False,
 ) -> tuple[Attended, ProgressiveCache]:
@@ -46,7 +46,7 @@ def prefill(
     Without lengths, sinks and a log-sum-exp, a short prompt's attention is exact, see
     `turbojax.turbo_attention`.
     """
-    is_plain = lengths is None and not extras.given and not residual
+    is_plain = lengths is None and not modifiers.given and not residual
     lengths = checks.check_prompt(cache, query, key, value, lengths)
     run = per_device(
         tables.PREFILL,
@@ -55,7 +55,7 @@ def prefill(
         implementation=implementation,
         may_be_exact=implementation is None and is_plain,
     )
-    return refuse_gradients(run, "prefill")(query, key, value, cache, lengths, extras)
+    return refuse_gradients(run, "prefill")(query, key, value, cache, lengths, modifiers)
 
 
 def _attend_and_store(
@@ -64,7 +64,7 @@ def _attend_and_store(
     value: jax.Array,
     cache: ProgressiveCache,
     lengths: jax.Array,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     *,
     options: Options,
     implementation: str | None,
@@ -74,7 +74,7 @@ def _attend_and_store(
     static: dict[str, Any] = {"config": cache.config, "options": options}
     is_exact = may_be_exact and unrounded.is_faster(query, key, **static)
     attend = ATTENTION.select(
-        implementation, query=query, key=key, value=value, extras=extras, **static
+        implementation, query=query, key=key, value=value, modifiers=modifiers, **static
     )
     store = STORE_PROMPT.select(STORE_PROMPT.beside(implementation), cache=cache, key=key)
     attends_to_codes = attend.name != "xla" and cache.config.mode != "float" and not is_exact
@@ -87,10 +87,10 @@ def _attend_and_store(
         extra = {"stage1": codes and tuple(codes)}
     else:
         filled, extra = store.run(cache, key, value, lengths), {}
-    query, key, value, inside, extras = together(query, key, value, inside, extras)
+    query, key, value, inside, modifiers = together(query, key, value, inside, modifiers)
     if is_exact:
         return (unrounded.exact(query, key, value, options), None), filled
-    out = attend.run(query, key, value, inside, inside, extras=extras, **static, **extra)
+    out = attend.run(query, key, value, inside, inside, modifiers=modifiers, **static, **extra)
     return out, filled
 
 
@@ -100,7 +100,7 @@ def decode(
     query_lengths: jax.Array | None = None,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     implementation: str | None = None,
     residual: bool = False,
 ) -> Attended:
@@ -109,4 +109,6 @@ def decode(
     require_causal(options)
     lengths = checks.check_newest(cache, query, query_lengths)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
-    return new_tokens.decode(DECODE, tables.DECODE, query, cache, lengths, extras=extras, **static)
+    return new_tokens.decode(
+        DECODE, tables.DECODE, query, cache, lengths, modifiers=modifiers, **static
+    )

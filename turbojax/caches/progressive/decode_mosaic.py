@@ -11,8 +11,8 @@ from turbojax._device import (
     shared_memory,
     too_much_memory,
 )
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches.progressive.cache import CacheSide, ProgressiveCache
 from turbojax.numerics.config import TurboConfig
 from turbojax.numerics.sas import SAS
@@ -40,12 +40,12 @@ def unsupported(
     query: jax.Array,
     cache: ProgressiveCache,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
     config = cache.config
     rows = _query_rows(query, cache)
-    refusal = extras.refusal() or cache.why_not_in_order(query.shape[1], options.window)
+    refusal = modifiers.refusal() or cache.why_not_in_order(query.shape[1], options.window)
     if refusal is not None:
         return refusal
     if config.mode == "float":
@@ -113,7 +113,7 @@ def decode(
     query: jax.Array,
     cache: ProgressiveCache,
     query_length: jax.Array,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     options: Options,
     launch: Launch | None = None,
@@ -122,7 +122,7 @@ def decode(
     from pallas_kernels.mosaic.hopper.decode import kernel
     from pallas_kernels.mosaic.hopper.decode_rows import kernel as many
 
-    del extras  # see `unsupported`
+    del modifiers  # see `unsupported`
     launch = launch or default_launch(query, cache)
     launch = launch._replace(rows=launch.rows or default_rows(query, cache))
     given = _settings(cache, launch) | {

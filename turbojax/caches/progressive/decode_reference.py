@@ -12,8 +12,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches.progressive.blocks import read_blocks
 from turbojax.caches.progressive.cache import CacheSide, ProgressiveCache
 from turbojax.numerics import rounding
@@ -31,7 +31,7 @@ def decode(
     query: jax.Array,
     cache: ProgressiveCache,
     query_length: jax.Array,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
@@ -46,7 +46,7 @@ def decode(
         jnp.moveaxis(grouped, 1, 3), rounding.stored_mode(cache.config.mode), axis=-1
     )  # [B, K, G, T, H], [B, K, G, T]
     q_scale = q_scale * options.scale
-    begin = extras.begin(cache.lengths, query_length)
+    begin = modifiers.begin(cache.lengths, query_length)
     position = begin[:, None] + jnp.arange(length)[None]
     is_query = (jnp.arange(length)[None] < query_length[:, None])[:, :, None]
     compressed, first_tokens = cache.lengths - cache.buffer_lengths, cache.config.num_first_tokens
@@ -85,10 +85,10 @@ def decode(
         jnp.zeros(rows, jnp.float32),
     )
     first, stop = options.key_range(
-        jnp.min(begin), jnp.max(extras.end(cache.lengths, query_length)) - 1, compressed
+        jnp.min(begin), jnp.max(modifiers.end(cache.lengths, query_length)) - 1, compressed
     )
     chunk_tokens = count * block
-    state = varying_like(state, query, cache, query_length, extras)
+    state = varying_like(state, query, cache, query_length, modifiers)
     # Positions by block, without the first tokens, which are in no block.
     first = jnp.maximum(first - first_tokens, 0) // chunk_tokens
     state = jax.lax.fori_loop(first, -(-stop // chunk_tokens), chunk, state)

@@ -6,8 +6,8 @@ import math
 import jax
 
 from turbojax._device import AMPERE, interpreting
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.turbo.triton import exponential
 from turbojax.attention.turbo.triton import unsupported as kernels_unsupported
 from turbojax.caches.progressive.cache import CacheSide, ProgressiveCache
@@ -21,11 +21,11 @@ def unsupported(
     query: jax.Array,
     cache: ProgressiveCache,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
     del options
-    refusal = extras.refusal()
+    refusal = modifiers.refusal()
     if refusal is not None:
         return refusal
     group = query.shape[2] // cache.num_kv_heads
@@ -43,12 +43,12 @@ def decode(
     query: jax.Array,
     cache: ProgressiveCache,
     query_length: jax.Array,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode_reference.decode` as one kernel and a merge."""
-    del extras  # see `unsupported`
+    del modifiers  # see `unsupported`
     return _decode(
         query,
         cache,

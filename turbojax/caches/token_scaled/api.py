@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, Registry
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options, require_causal
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.turbo import attend
 from turbojax.caches import checks, new_tokens
 from turbojax.caches.base import Attended
@@ -39,7 +39,7 @@ def prefill(
     lengths: jax.Array | None = None,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     implementation: str | None = None,
     residual: bool = False,
 ) -> tuple[Attended, CacheT]:
@@ -52,7 +52,7 @@ def prefill(
     lengths = checks.check_prompt(cache, query, key, value, lengths)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
     run = per_device(tables.FIREQ_PREFILL, _attend_and_store, **static)
-    return refuse_gradients(run, "fireq.prefill")(query, key, value, cache, lengths, extras)
+    return refuse_gradients(run, "fireq.prefill")(query, key, value, cache, lengths, modifiers)
 
 
 def _attend_and_store(
@@ -61,7 +61,7 @@ def _attend_and_store(
     value: jax.Array,
     cache: CacheT,
     lengths: jax.Array,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     *,
     options: Options,
     implementation: str | None,
@@ -76,7 +76,7 @@ def _attend_and_store(
         inside,
         config=PREFILL,
         options=options,
-        extras=extras,
+        modifiers=modifiers,
         implementation=implementation,
         residual=True,
     )
@@ -89,7 +89,7 @@ def decode(
     query_lengths: jax.Array | None = None,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     implementation: str | None = None,
     residual: bool = False,
 ) -> Attended:
@@ -104,7 +104,7 @@ def decode(
         query,
         cache,
         lengths,
-        extras=extras,
+        modifiers=modifiers,
         shortens=True,
         **static,
     )

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax._device import has_bulk_copies, needs_e4m3, needs_mosaic
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches.paged import mosaic_gpu as paged
 from turbojax.caches.token_scaled.cache import TokenScaledCache
 from turbojax.numerics.rows import HEAD_DIMS
@@ -57,11 +57,11 @@ def decode_unsupported(
     query: jax.Array,
     cache: TokenScaledCache,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
     del options
-    refusal = extras.refusal()
+    refusal = modifiers.refusal()
     if refusal is not None:
         return refusal
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
@@ -77,7 +77,7 @@ def decode(
     query: jax.Array,
     cache: TokenScaledCache,
     query_length: jax.Array,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     options: Options,
     launch: Launch | None = None,
@@ -85,7 +85,7 @@ def decode(
     """`reference.decode` by the kernel of pages and its merge: a sequence is one page."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
-    del extras  # see `decode_unsupported`
+    del modifiers  # see `decode_unsupported`
     settings = settings_of(query, cache, options, launch or default_launch(query, cache))
     settings = paged.fitting(settings, query.shape[3])
     pages = kernel.Pages(

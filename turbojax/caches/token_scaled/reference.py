@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches.token_scaled.cache import ALLOCATION, TokenScaledCache, numbers
 from turbojax.numerics import rounding
 from turbojax.numerics.fp8 import quantize_fp8
@@ -22,7 +22,7 @@ def decode(
     query: jax.Array,
     cache: TokenScaledCache,
     query_length: jax.Array,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
@@ -35,7 +35,7 @@ def decode(
     grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, channels)
     q, q_scale = _query_operand(jnp.moveaxis(grouped, 1, 3), cache)  # [B, K, G, T, H]
     q_scale = (q_scale * options.scale)[..., None]
-    begin = extras.begin(cache.lengths, query_length)
+    begin = modifiers.begin(cache.lengths, query_length)
     position = begin[:, None] + jnp.arange(length)[None]
     is_query = (jnp.arange(length)[None] < query_length[:, None])[:, :, None]
     # A ring's tokens are read in order, in the same chunks as those of a cache that keeps all.
@@ -68,10 +68,10 @@ def decode(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.float32),
     )
-    last = jnp.max(extras.end(cache.lengths, query_length)) - 1
+    last = jnp.max(modifiers.end(cache.lengths, query_length)) - 1
     start, stop = options.key_range(jnp.min(begin), last, cache.lengths)
     bounds = jnp.maximum(start, 0) // count, -(-stop // count)
-    state = varying_like(state, query, cache, query_length, extras)
+    state = varying_like(state, query, cache, query_length, modifiers)
     out, residual = rounding.finish(*jax.lax.fori_loop(*bounds, chunk, state))
     out = jnp.moveaxis(out, 3, 1).reshape(batch, length, heads, channels)
     residual = jnp.moveaxis(residual, 3, 1).reshape(batch, length, heads)

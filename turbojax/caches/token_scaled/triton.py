@@ -6,8 +6,8 @@ import math
 import jax
 
 from turbojax._device import ADA, interpreting, needs_gpu, unindexable
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches.token_scaled.cache import ALLOCATION, TokenScaledCache
 
 # Compute capability with conversions to e4m3.
@@ -20,11 +20,11 @@ def decode_unsupported(
     query: jax.Array,
     cache: TokenScaledCache,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
     del options
-    refusal = extras.refusal()
+    refusal = modifiers.refusal()
     if refusal is not None:
         return refusal
     group = query.shape[2] // cache.num_kv_heads
@@ -42,12 +42,12 @@ def decode(
     query: jax.Array,
     cache: TokenScaledCache,
     query_length: jax.Array,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.decode` as one kernel and a merge; weights are rounded to bfloat16."""
-    del extras  # see `decode_unsupported`
+    del modifiers  # see `decode_unsupported`
     return _decode(
         query,
         cache,

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from turbojax import _checks, paged
-from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import PLAIN, Options
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches import holds_latents
 from turbojax.caches import latent as latent_attention
 from turbojax.caches import paged as paged_attention
@@ -265,10 +265,10 @@ def _attend_latents(
     query_lengths: jax.Array | None = None,
     *,
     options: Options,
-    extras: Extras = NOTHING,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    if refusal := extras.refusal():
+    if refusal := modifiers.refusal():
         raise NotImplementedError(f"latent_attention cannot run here: {refusal}")
     return latent_attention.attend_pages(
         *split_query(query, pool.latent_dim),

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
-from turbojax.attention.optional_arrays import of_layer
 from turbojax.attention.options import PLAIN
+from turbojax.attention.score_modifiers import of_layer
 from turbojax.caches import Attend
 from turbojax.models.decoder import Decoder
 from turbojax.models.engine.placement import SAME, Vocabulary, pool_specs, run_on, vocabulary_of
@@ -385,7 +385,7 @@ def _pass(
         cache = append_at(cache, key, value, pages[group], positions.ravel(), is_real)
         given: Any = {
             "options": options.complete(query.shape[3]),
-            "extras": of_layer(query, sinks),
+            "modifiers": of_layer(query, sinks),
             "implementation": implementation,
         }
         _, attend_pages = access_to(cache)

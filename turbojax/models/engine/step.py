@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax.attention import turbo as turbo_attention
-from turbojax.attention.optional_arrays import Extras, of_layer
 from turbojax.attention.options import PLAIN, Options
+from turbojax.attention.score_modifiers import ScoreModifiers, of_layer
 from turbojax.caches import Attend, holds_latents
 from turbojax.models.decoder import Decoder
 from turbojax.models.engine.placement import SAME, pool_specs, vocabulary_of
@@ -220,7 +220,7 @@ def attend_densely(
     tokens: DenseTokens,
     config: TurboConfig,
     options: Options,
-    extras: Extras,
+    modifiers: ScoreModifiers,
     implementation: str | None,
 ) -> jax.Array:
     """Causal attention of each segment's tokens among themselves, without meaning where `lost`.
@@ -234,7 +234,9 @@ def attend_densely(
         tokens.value,
         config=config,
         options=options,
-        extras=Extras(query_segment_ids=ids, key_value_segment_ids=ids, sinks=extras.sinks),
+        modifiers=ScoreModifiers(
+            query_segment_ids=ids, key_value_segment_ids=ids, sinks=modifiers.sinks
+        ),
         implementation="xla" if implementation == "xla" else None,
     )
     return out[0]
@@ -472,8 +474,8 @@ def _attend(
         group = group_of(options.local_window_size, windows)
         pages = pages_at(state, work.slots, positions, cache.page_size)
         cache = append_at(cache, key, value, pages[group], positions, is_real)
-        static, extras = options.complete(query.shape[3]), of_layer(query, sinks)
-        given: Any = {"options": static, "extras": extras, "implementation": implementation}
+        static, modifiers = options.complete(query.shape[3]), of_layer(query, sinks)
+        given: Any = {"options": static, "modifiers": modifiers, "implementation": implementation}
         _, attend_pages = access_to(cache)
         alone = None
         if prompts is not None and is_compressed(cache):
@@ -486,7 +488,7 @@ def _attend(
         if not program.pieces:
             return decoded[None], cache
         if alone is not None and prompts is not None:
-            out = attend_densely(alone, prompts, static, extras, implementation)
+            out = attend_densely(alone, prompts, static, modifiers, implementation)
         else:
             assert parts is not None
             out = parts.attend(query[0], cache, group, attend_pages, given)

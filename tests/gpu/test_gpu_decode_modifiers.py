@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.attention.test_decode_extras import (
+from tests.attention.test_decode_modifiers import (
     HEAD_DIM,
     HEADS,
     KINDS,

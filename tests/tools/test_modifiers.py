@@ -129,7 +129,7 @@ def test_equals_the_oracle(case):
     static, arrays = options_of(*case)
     q, k, v, d_out, d_residual = operands()
     scores, rest = oracle_arguments(q, k, static, arrays)
-    want = oracles.attention_with_extras(q, k, v, scores, **rest)
+    want = oracles.attention_with_modifiers(q, k, v, scores, **rest)
     names = [
         "query",
         "key",
@@ -150,7 +150,7 @@ def test_equals_the_oracle(case):
     (out, lse), gradients = run({n: jnp.asarray(x) for n, x in values.items()}, d_out, d_residual)
     assert_near(out, want[0], np.abs(v).max())
     assert_near(lse, want[1], 1 + np.abs(want[1][np.isfinite(want[1])]).max(initial=0))
-    wanted = oracles.gradients_with_extras(
+    wanted = oracles.gradients_with_modifiers(
         q, k, v, scores, d_out, d_residual, bias=arrays.get("bias"), **rest
     )
     for name in names:
@@ -166,7 +166,7 @@ def test_triton_equals_the_oracle(case):
     static, arrays = options_of(*case)
     q, k, v, *_ = operands()
     scores, rest = oracle_arguments(q, k, static, arrays)
-    want = oracles.attention_with_extras(q, k, v, scores, **rest)
+    want = oracles.attention_with_modifiers(q, k, v, scores, **rest)
     given = jax.tree.map(jnp.asarray, arrays)
     with interpreted("triton"):
         out, lse = attend(
@@ -183,7 +183,7 @@ def test_slopes_where_nothing_is_masked(implementation):
     static, arrays = options_of("none", "none", "none", "no bias", True, "none", "all", None, False)
     q, k, v, *_ = operands()
     scores, rest = oracle_arguments(q, k, static, arrays)
-    want, _ = oracles.attention_with_extras(q, k, v, scores, **rest)
+    want, _ = oracles.attention_with_modifiers(q, k, v, scores, **rest)
     given = jax.tree.map(jnp.asarray, arrays)
     with interpreted(implementation):
         out = attend(q, k, v, config=FLOAT, implementation=implementation, **static, **given)
@@ -204,13 +204,13 @@ def test_gradients_of_the_oracle_are_differences():
     def loss(moved):
         given = {n: moved.get(n, x) for n, x in arrays.items()}
         scores, rest = oracle_arguments(q, k, static, given)
-        out, lse = oracles.attention_with_extras(
+        out, lse = oracles.attention_with_modifiers(
             *(moved.get(n, x) for n, x in (("query", q), ("key", k), ("value", v))), scores, **rest
         )
         return (out * d_out).sum() + (np.where(np.isfinite(lse), lse, 0) * d_residual).sum()
 
     scores, rest = oracle_arguments(q, k, static, arrays)
-    found = oracles.gradients_with_extras(
+    found = oracles.gradients_with_modifiers(
         q, k, v, scores, d_out, d_residual, bias=arrays["bias"], **rest
     )
     all_values = {"query": q, "key": k, "value": v} | arrays

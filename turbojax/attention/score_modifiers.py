@@ -1,8 +1,8 @@
 """Arrays that a call of attention may have beyond queries, keys, values and lengths.
 
-They say which keys a query sees, or change its scores. Users hand them over as keyword arguments;
-`Extras` is the one form in which implementations take them. These are data; static options are in
-`turbojax.attention.options`.
+They say which keys a query sees, or change its scores, as `mask_mod` and `score_mod` of
+FlexAttention do. Users hand them over as keyword arguments; `ScoreModifiers` is the one form in
+which implementations take them. These are data; static options are in `turbojax.attention.options`.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _FARTHEST = 2**29
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Extras:
+class ScoreModifiers:
     """What is not None is part of the call.
 
     Attributes:
@@ -141,16 +141,16 @@ class Extras:
         return jnp.abs(index if shift is None else index + shift[:, None, None])
 
 
-NOTHING = Extras()
+NO_MODIFIERS = ScoreModifiers()
 """A call without any of them."""
 
 
 def of_cache(
     query: jax.Array, *, sinks: Any = None, query_offset: Any = None, key_offset: Any = None
-) -> Extras:
-    """The checked extras of a call to a cache; no `query_offset` means the newest tokens."""
+) -> ScoreModifiers:
+    """The checked modifiers of a call to a cache; no `query_offset` means the newest tokens."""
     if sinks is None and query_offset is None and key_offset is None:
-        return NOTHING
+        return NO_MODIFIERS
     batch, _, heads, _ = query.shape
     first, of_keys = (
         check_offset(name, x, batch)
@@ -158,38 +158,42 @@ def of_cache(
     )
     # Without `query_offset` queries are the newest tokens: an offset of the keys moves both.
     of_keys = None if first is None else of_keys
-    return Extras(query_offset=first, key_offset=of_keys, sinks=check_sinks(sinks, heads))
+    return ScoreModifiers(query_offset=first, key_offset=of_keys, sinks=check_sinks(sinks, heads))
 
 
-def of_layer(query: jax.Array, sinks: Any = None) -> Extras:
-    """The checked extras of a layer: its sinks, if it has any."""
-    return NOTHING if sinks is None else Extras(sinks=check_sinks(sinks, query.shape[2]))
+def of_layer(query: jax.Array, sinks: Any = None) -> ScoreModifiers:
+    """The checked modifiers of a layer: its sinks, if it has any."""
+    return (
+        NO_MODIFIERS if sinks is None else ScoreModifiers(sinks=check_sinks(sinks, query.shape[2]))
+    )
 
 
-def complete(query: jax.Array, key: jax.Array, *, sinks: Any = None, **arrays: Any) -> Extras:
-    """The checked extras of a user's arguments, whose names are the fields of `Extras`.
+def complete(
+    query: jax.Array, key: jax.Array, *, sinks: Any = None, **arrays: Any
+) -> ScoreModifiers:
+    """The checked modifiers of a user's arguments, whose names are the fields of `ScoreModifiers`.
 
     Raises TypeError or ValueError, also if only one side has segments.
     """
     if sinks is None and all(x is None for x in arrays.values()):
-        return NOTHING
+        return NO_MODIFIERS
     (batch, tokens, heads), size = query.shape[:3], key.shape[1]
-    extras = Extras(sinks=sinks, **arrays)
-    one, other = extras.query_segment_ids, extras.key_value_segment_ids
+    modifiers = ScoreModifiers(sinks=sinks, **arrays)
+    one, other = modifiers.query_segment_ids, modifiers.key_value_segment_ids
     if (one is None) != (other is None):
         given, missing = "query_segment_ids", "key_value_segment_ids"
         if one is None:
             given, missing = missing, given
         raise ValueError(f"{given} need {missing} beside them")
-    key_offset = check_offset("key_offset", extras.key_offset, batch)
-    return Extras(
-        query_offset=check_offset("query_offset", extras.query_offset, batch),
+    key_offset = check_offset("key_offset", modifiers.key_offset, batch)
+    return ScoreModifiers(
+        query_offset=check_offset("query_offset", modifiers.query_offset, batch),
         key_offset=key_offset,
         query_segment_ids=check_segment_ids("query_segment_ids", one, batch, tokens),
         key_value_segment_ids=check_segment_ids("key_value_segment_ids", other, batch, size),
-        key_bounds=_check_key_bounds(extras.key_bounds, (batch, tokens), size, key_offset),
-        bias=_check_bias(extras.bias, (batch, heads, tokens, size)),
-        alibi_slopes=_check_heads("alibi_slopes", extras.alibi_slopes, heads),
+        key_bounds=_check_key_bounds(modifiers.key_bounds, (batch, tokens), size, key_offset),
+        bias=_check_bias(modifiers.bias, (batch, heads, tokens, size)),
+        alibi_slopes=_check_heads("alibi_slopes", modifiers.alibi_slopes, heads),
         sinks=check_sinks(sinks, heads),
     )
 

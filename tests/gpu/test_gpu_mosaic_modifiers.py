@@ -15,8 +15,8 @@ from tests.attention.attention_helpers import EXACT, FLOAT, SAS_E, tensors
 from tests.gpu.gpu_helpers import EIGHT_BIT_MODES as MODES
 from tests.gpu.gpu_helpers import assert_same_nan, error, on_hopper
 from tests.grids import pairwise
-from turbojax.attention.optional_arrays import Extras
 from turbojax.attention.options import Options
+from turbojax.attention.score_modifiers import ScoreModifiers
 from turbojax.attention.turbo import gradient_reference, mosaic_gpu, mosaic_gradient, reference
 
 pytestmark = [pytest.mark.gpu, on_hopper]
@@ -73,7 +73,7 @@ def a_bias(kind, dtype):
 
 
 def call_of(segments, offsets, bias, slopes, sinks, seen, ragged, head_dim, out_dtype, dtype):
-    """Queries, keys, values and lengths; options and extras."""
+    """Queries, keys, values and lengths; options and modifiers."""
     rng = np.random.default_rng(7)
     q, k, v = tensors(7, BATCH, TOKENS, SIZE, HEADS, KV_HEADS, head_dim[0], dtype)
     given = {}
@@ -97,7 +97,7 @@ def call_of(segments, offsets, bias, slopes, sinks, seen, ragged, head_dim, out_
     lengths = ((TOKENS, 130, 0), (SIZE, 77, 200)) if ragged else ((TOKENS,) * 3, (SIZE,) * 3)
     of_both = [jnp.asarray(n, jnp.int32) for n in lengths]
     changes = {"is_causal": False, "scale": 0.1, "out_dtype": out_dtype} | OPTIONS[seen]
-    return (q, k, v[..., : head_dim[1]], *of_both), Options(**changes), Extras(**given)
+    return (q, k, v[..., : head_dim[1]], *of_both), Options(**changes), ScoreModifiers(**given)
 
 
 def rms(x):
@@ -110,9 +110,9 @@ def rms(x):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:10])))
 def test_attention_equals_the_definition(case):
     *what, mode, softmax, _, dtype = case
-    arrays, options, extras = call_of(*what, dtype)
+    arrays, options, modifiers = call_of(*what, dtype)
     config = tj.TurboConfig(mode=mode, softmax=softmax)
-    static = {"options": options, "extras": extras}
+    static = {"options": options, "modifiers": modifiers}
     got = mosaic_gpu.attention(*arrays, config=config, **static)
     want = reference.attention(*arrays, config=config, **static)
     exact = reference.attention(*arrays, config=FLOAT, **static)
@@ -129,11 +129,11 @@ def test_attention_equals_the_definition(case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:10])))
 def test_gradients_equal_the_definition(case):
     *what, mode, _, rounding, dtype = case
-    arrays, options, extras = call_of(*what, dtype)
-    if arrays[0].shape[3] > 128 and {"query_segment_ids", "key_bounds"} & set(extras.given):
+    arrays, options, modifiers = call_of(*what, dtype)
+    if arrays[0].shape[3] > 128 and {"query_segment_ids", "key_bounds"} & set(modifiers.given):
         rounding = "8bit"  # what is refused otherwise
     config = tj.TurboConfig(mode=mode, softmax=EXACT, gradient=rounding)
-    static = {"config": config, "options": options, "extras": extras}
+    static = {"config": config, "options": options, "modifiers": modifiers}
     out, residual = reference.attention(*arrays, **static)
     rng = np.random.default_rng(8)
     d_out = jnp.asarray(rng.normal(size=out.shape), out.dtype)
@@ -262,7 +262,7 @@ def test_nan_of_a_bias_stays_in_its_rows(mode, kind):
     )
     bias = a_bias(kind, jnp.bfloat16).at[0, 1, -1, 77].set(jnp.nan)
     config = tj.TurboConfig(mode=mode, softmax=EXACT)
-    static = {"config": config, "options": options, "extras": Extras(bias=bias)}
+    static = {"config": config, "options": options, "modifiers": ScoreModifiers(bias=bias)}
     got, want = mosaic_gpu.attention(*arrays, **static), reference.attention(*arrays, **static)
     assert_same_nan(got, want)
     assert 0 < np.isnan(want[1]).sum() < np.asarray(want[1]).size

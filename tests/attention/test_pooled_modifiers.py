@@ -86,10 +86,10 @@ GRID = [("xla", name) for name in CASES] + [
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), compiler_options=HASTE)
 def _run(implementation, static, output_dtype, given, arrays, cotangents):
     def call(q, k, v, sinks):
-        extras = given if sinks is None else {**given, "sinks": sinks}
+        modifiers = given if sinks is None else {**given, "sinks": sinks}
         chosen = {"implementation": implementation, "return_residual": True}
         chosen["output_dtype"] = output_dtype
-        return tj.pooled_attention(q, k, v, arrays[3], **dict(static), **extras, **chosen)
+        return tj.pooled_attention(q, k, v, arrays[3], **dict(static), **modifiers, **chosen)
 
     results, pull = jax.vjp(call, *arrays[:3], given.get("sinks"))
     d_out, d_residual = cotangents
