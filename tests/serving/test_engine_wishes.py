@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.benchmarks.choosing_helpers import Row, changed, log_softmax
+from tests.benchmarks.sampler_helpers import Row, changed, log_softmax
 from tests.serving.engine_helpers import TINY, logits_without_a_cache
 from turbojax.models import (
     AllowedTokens,

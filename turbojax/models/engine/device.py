@@ -20,7 +20,7 @@ from turbojax.models.engine.placement import SAME, page_specs, pool_specs, run_o
 from turbojax.models.engine.pools import Pool, Pools, Windows
 from turbojax.models.engine.programs import PromptProgram, decode_program, note_traced
 from turbojax.models.engine.requests import Sequence
-from turbojax.models.engine.sampler import Chosen, no_extras, wanted_of
+from turbojax.models.engine.sampler import Chosen, no_processors, wanted_of
 from turbojax.models.engine.scheduler import Piece, Plan
 from turbojax.models.engine.speculation import Draft, NGram, Speculation
 from turbojax.models.engine.step import (
@@ -340,10 +340,10 @@ class Device:
             return Step(rows, sequences, found)
         wanted = wanted_of(sequence.request for _, sequence in others).usual
         sampling = greedy_rows(len(owners))
-        extras = no_extras(len(owners), self._vocabulary.size, wanted)
+        processors = no_processors(len(owners), self._vocabulary.size, wanted)
         for row, sequence in others:
             sampling.set(row, sequence.request.sampling, 0)
-            _set_extras(extras, row, sequence)
+            _set_processors(processors, row, sequence)
         slots = self._state
         history, chosen = sampler.choose(
             logits,
@@ -352,7 +352,7 @@ class Device:
             slots.prompts,
             owners,
             sampling,
-            extras,
+            processors,
             wanted=wanted,
             vocabulary=self._vocabulary,
         )
@@ -500,7 +500,7 @@ class Device:
                     slots.prompts,
                     owners,
                     greedy_rows(outputs),
-                    no_extras(outputs, vocabulary.size, wanted),
+                    no_processors(outputs, vocabulary.size, wanted),
                     wanted=wanted,
                     vocabulary=vocabulary,
                 )
@@ -563,17 +563,17 @@ def check_programs(
             check_implementation(programs.implementation, program, pool, max_pages, num_heads)
 
 
-def _set_extras(extras: sampler.Extras, row: int, sequence: Sequence) -> None:
+def _set_processors(processors: sampler.LogitsProcessors, row: int, sequence: Sequence) -> None:
     """Fills in a row; a constraint that fails allows nothing, which ends its own request alone."""
     if sequence.constraint is None:
-        extras.set(row, sequence.request)
+        processors.set(row, sequence.request)
         return
     try:
-        extras.set(row, sequence.request, sequence.constraint.allowed())
+        processors.set(row, sequence.request, sequence.constraint.allowed())
     except Exception as error:
         sequence.warn_of(error)
-        assert extras.masks is not None
-        extras.masks[row] = 0
+        assert processors.masks is not None
+        processors.masks[row] = 0
 
 
 def _cut(parts: np.ndarray, part: int, piece: Piece, first: int, program: PromptProgram) -> int:

@@ -91,7 +91,7 @@ def _bucket(count: int) -> int:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Extras:
+class LogitsProcessors:
     """What O rows want besides sampling, by `Wanted`; None for what no row wants.
 
     A row that wants nothing has penalties 1, 0, 0, no bias and a mask of ones.
@@ -109,7 +109,7 @@ class Extras:
     masks: Array | None
 
     def set(self, row: int, request: Request, allowed: np.ndarray | None = None) -> None:
-        """Fills in one row, which was as `no_extras` made it; the arrays must be numpy's.
+        """Fills in one row, which was as `no_processors` made it; the arrays must be numpy's.
 
         `allowed` is what `ConstraintState.allowed` returns now; None without a constraint. Raises
         TypeError if it is no array of uint32, and ValueError if it does not fit a row of `masks`,
@@ -151,12 +151,12 @@ class Extras:
                 raise ValueError(f"{name}={getattr(request, name)!r} must be among what is wanted")
 
 
-def no_extras(count: int, vocab_size: int, wanted: Wanted) -> Extras:
+def no_processors(count: int, vocab_size: int, wanted: Wanted) -> LogitsProcessors:
     """Rows that want nothing, with numpy arrays for what is wanted, to be filled in."""
     biases = (count, wanted.bias)
     words = (count, words_of(vocab_size))
     plain = dataclasses.astuple(NO_PENALTIES)
-    return Extras(
+    return LogitsProcessors(
         penalties=np.tile(np.array(plain, np.float32), (count, 1)) if wanted.penalties else None,
         bias_tokens=np.full(biases, vocab_size, np.int32) if wanted.bias else None,
         bias_values=np.zeros(biases, np.float32) if wanted.bias else None,
@@ -202,7 +202,7 @@ def choose(
     prompts: Array,
     slots: Array,
     rows: SamplingRows,
-    extras: Extras,
+    processors: LogitsProcessors,
     *,
     wanted: Wanted,
     vocabulary: Vocabulary | None = None,
@@ -217,15 +217,15 @@ def choose(
     `history` is int32 ``[S, L]`` and donated: the tokens of each slot, followed by numbers that
     mean nothing. `lengths` int32 ``[S]`` counts the tokens in each slot's pages after this step,
     `prompts` int32 ``[S]`` those of them that are the prompt's. `slots` int32 ``[O]`` has each
-    row's slot, none twice; S where a row means nothing. The `index` of `rows` is ignored. `extras`
-    are those of `no_extras` for the same `wanted`. Without `vocabulary` the logits are on one
-    device.
+    row's slot, none twice; S where a row means nothing. The `index` of `rows` is ignored.
+    `processors` are those of `no_processors` for the same `wanted`. Without `vocabulary` the logits
+    are on one device.
 
     Returns the new history, where ``history[slot, lengths[slot]]`` is the row's token if there is
     room, and what was chosen: `NOTHING` where a logit is NaN or no token is left.
     """
     note_traced()
-    _check_extras(extras, wanted)
+    _check_processors(processors, wanted)
     given = Vocabulary(logits.shape[1]) if vocabulary is None else vocabulary
 
     def run(
@@ -235,20 +235,20 @@ def choose(
         prompts: Array,
         slots: Array,
         rows: SamplingRows,
-        extras: Extras,
+        processors: LogitsProcessors,
     ) -> tuple[jax.Array, Chosen]:
         changed = logits = given.gathered(logits)
-        if extras.bias_tokens is not None and extras.bias_values is not None:
-            changed = biased(changed, extras.bias_tokens, extras.bias_values)
+        if processors.bias_tokens is not None and processors.bias_values is not None:
+            changed = biased(changed, processors.bias_tokens, processors.bias_values)
         held = jnp.asarray(lengths).at[slots].get(mode="fill", fill_value=0)
         prompt = jnp.asarray(prompts).at[slots].get(mode="fill", fill_value=0)
         # The host may not know yet how many new tokens there are.
         rows = dataclasses.replace(rows, index=held - prompt)
-        if extras.penalties is not None:
+        if processors.penalties is not None:
             of_rows = history.at[slots].get(mode="fill", fill_value=0)
-            changed = penalized(changed, of_rows, held, prompt, extras.penalties)
-        if extras.masks is not None:
-            changed = masked(changed, extras.masks)
+            changed = penalized(changed, of_rows, held, prompt, processors.penalties)
+        if processors.masks is not None:
+            changed = masked(changed, processors.masks)
         if changed is not logits:
             # What follows is compiled as for logits that come from outside, and has the same bits.
             changed = jax.lax.optimization_barrier(changed)
@@ -261,23 +261,23 @@ def choose(
     specs = (given.spec(2), *[SAME] * 6)
     chosen: tuple[jax.Array, Chosen]
     chosen = run_on(run, given.axes, specs, (SAME, SAME))(
-        logits, history, lengths, prompts, slots, rows, extras
+        logits, history, lengths, prompts, slots, rows, processors
     )
     return chosen
 
 
-def _check_extras(extras: Extras, wanted: Wanted) -> None:
-    bias = 0 if extras.bias_tokens is None else extras.bias_tokens.shape[1]
-    there = extras.penalties is not None, bias, extras.masks is not None
+def _check_processors(processors: LogitsProcessors, wanted: Wanted) -> None:
+    bias = 0 if processors.bias_tokens is None else processors.bias_tokens.shape[1]
+    there = processors.penalties is not None, bias, processors.masks is not None
     if there != (wanted.penalties, wanted.bias, wanted.mask):
-        raise ValueError(f"extras with penalties, bias, masks = {there} must fit {wanted}")
+        raise ValueError(f"processors with penalties, bias, masks = {there} must fit {wanted}")
 
 
 def biased(logits: jax.Array, tokens: Array, values: Array) -> jax.Array:
     """Logits float32 ``[O, V]`` plus the bias of some tokens.
 
-    `tokens` and `values` are those of `Extras`; -inf forbids a token even if its logit is +inf. NaN
-    stays NaN, and all other logits keep their bits.
+    `tokens` and `values` are those of `LogitsProcessors`; -inf forbids a token even if its logit is
+    +inf. NaN stays NaN, and all other logits keep their bits.
     """
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     old = logits.at[row, tokens].get(mode="fill", fill_value=0)
@@ -313,7 +313,7 @@ def penalized(
 
 
 def masked(logits: jax.Array, masks: Array) -> jax.Array:
-    """Logits float32 ``[O, V]`` with -inf where `Extras.masks` allows no token.
+    """Logits float32 ``[O, V]`` with -inf where `LogitsProcessors.masks` allows no token.
 
     NaN stays NaN: it says that something is wrong with the whole row.
     """

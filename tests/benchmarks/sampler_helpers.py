@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax.models import AllowedTokens, Request
-from turbojax.models.engine.sampler import Chosen, Wanted, choose, no_extras, wanted_of
+from turbojax.models.engine.sampler import Chosen, Wanted, choose, no_processors, wanted_of
 from turbojax.models.generation.constraints import pack
 from turbojax.models.generation.sampling import greedy_rows
 
@@ -36,17 +36,17 @@ def run(
     """What `choose` makes of them, in numpy."""
     wanted = wanted_of([row.request for row in rows]) if wanted is None else wanted
     sampling = greedy_rows(len(rows))
-    extras = no_extras(len(rows), logits.shape[1], wanted)
+    processors = no_processors(len(rows), logits.shape[1], wanted)
     lengths, prompts = (np.zeros(len(history), np.int32) for _ in range(2))
     slots = np.full(len(rows), len(history), np.int32)
     for i, row in enumerate(rows):
         sampling.set(i, row.request.sampling, 99)  # follows from the tokens
-        extras.set(i, row.request, None if row.allowed is None else pack(row.allowed))
+        processors.set(i, row.request, None if row.allowed is None else pack(row.allowed))
         slots[i] = row.slot
         if row.slot < len(history):
             lengths[row.slot], prompts[row.slot] = row.length, row.prompt
     given = jnp.asarray(logits), jnp.asarray(history)
-    history, chosen = choose(*given, lengths, prompts, slots, sampling, extras, wanted=wanted)
+    history, chosen = choose(*given, lengths, prompts, slots, sampling, processors, wanted=wanted)
     return np.asarray(history), jax.tree.map(np.asarray, chosen)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.benchmarks.choosing_helpers import (
+from tests.benchmarks.sampler_helpers import (
     LENGTH,
     SLOTS,
     Row,
@@ -28,7 +28,7 @@ from turbojax.models.engine.sampler import (
     choose,
     masked,
     most_likely,
-    no_extras,
+    no_processors,
     penalized,
     wanted_of,
 )
@@ -82,17 +82,17 @@ def test_the_largest_of_what_bias_penalties_and_masks_leave(seed):
 def test_every_logit_is_what_the_definition_says(seed):
     logits, history, rows = cases(seed)
     rows = rows[:-1]
-    extras = no_extras(len(rows), V, wanted_of(row.request for row in rows))
+    processors = no_processors(len(rows), V, wanted_of(row.request for row in rows))
     for i, row in enumerate(rows):
-        extras.set(i, row.request, None if row.allowed is None else pack(row.allowed))
+        processors.set(i, row.request, None if row.allowed is None else pack(row.allowed))
     texts = history[[row.slot for row in rows]]
     lengths, prompts = (
         jnp.asarray([getattr(row, name) for row in rows], jnp.int32)
         for name in ("length", "prompt")
     )
-    found = biased(jnp.asarray(logits[:-1]), extras.bias_tokens, extras.bias_values)
-    found = jax.jit(penalized)(found, texts, lengths, prompts, extras.penalties)
-    found = np.asarray(masked(found, extras.masks))
+    found = biased(jnp.asarray(logits[:-1]), processors.bias_tokens, processors.bias_values)
+    found = jax.jit(penalized)(found, texts, lengths, prompts, processors.penalties)
+    found = np.asarray(masked(found, processors.masks))
     wanted = np.stack([changed(*x) for x in zip(logits[:-1], texts, rows, strict=True)])
     # Some four roundings of numbers below 32: 4 * 32 * 2**-24.
     np.testing.assert_allclose(found, wanted, rtol=0, atol=8e-6)
@@ -182,16 +182,16 @@ def test_logits_of_rows_without_wishes_keep_their_bits():
     logits = np.random.default_rng(0).normal(size=(2, V)).astype(np.float32)
     logits[:, :6] = -0.0, 0.0, np.inf, -np.inf, np.nan, np.float32(1e-42)
     history = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (2, LENGTH))
-    extras = no_extras(2, V, ALL)
+    processors = no_processors(2, V, ALL)
     lengths, prompts = jnp.asarray([20, 20]), jnp.asarray([0, 10])
 
     @jax.jit
-    def all_of_it(logits, extras):
-        one = biased(logits, extras.bias_tokens, extras.bias_values)
-        two = penalized(one, history, lengths, prompts, extras.penalties)
-        return one, two, masked(two, extras.masks)
+    def all_of_it(logits, processors):
+        one = biased(logits, processors.bias_tokens, processors.bias_values)
+        two = penalized(one, history, lengths, prompts, processors.penalties)
+        return one, two, masked(two, processors.masks)
 
-    for found in all_of_it(logits, extras):
+    for found in all_of_it(logits, processors):
         assert np.asarray(found).tobytes() == logits.tobytes()
 
 
@@ -269,13 +269,13 @@ def test_where_nothing_is_left_there_is_no_token(temperature):
 def test_bits_beyond_the_vocabulary_mean_nothing():
     logits = np.zeros((2, V), np.float32)
     rows = [Row(Request([1], constraint=everything()), i, 1, 1) for i in range(2)]
-    extras = no_extras(2, V, Wanted(mask=True))
+    processors = no_processors(2, V, Wanted(mask=True))
     for i, words in enumerate(([0, 0, 0xFFFFE000], [0, 0, 0xFFFFF000])):
-        extras.set(i, rows[i].request, np.array(words, np.uint32))
+        processors.set(i, rows[i].request, np.array(words, np.uint32))
     given = (np.ones(2, np.int32), np.ones(2, np.int32), np.arange(2, dtype=np.int32))
     history = jnp.zeros((2, 4), jnp.int32)
     _, chosen = choose(
-        jnp.asarray(logits), history, *given, greedy_rows(2), extras, wanted=Wanted(mask=True)
+        jnp.asarray(logits), history, *given, greedy_rows(2), processors, wanted=Wanted(mask=True)
     )
     # 64 + 12 is the last token, and its bit is the 12th.
     assert np.asarray(chosen.tokens).tolist() == [NOTHING, 76]
@@ -326,8 +326,8 @@ def test_the_history_is_written_in_place():
     given = (np.ones(1, np.int32), np.ones(1, np.int32), np.zeros(1, np.int32), greedy_rows(1))
     history = jnp.zeros((1, 4), jnp.int32)
     place = history.unsafe_buffer_pointer()
-    extras = no_extras(1, V, Wanted())
-    after, _ = choose(jnp.ones((1, V)), history, *given, extras, wanted=Wanted())
+    processors = no_processors(1, V, Wanted())
+    after, _ = choose(jnp.ones((1, V)), history, *given, processors, wanted=Wanted())
     assert history.is_deleted()
     assert after.unsafe_buffer_pointer() == place
 
@@ -355,11 +355,11 @@ def test_what_is_wanted_is_what_the_requests_want(options, wanted):
     assert found.is_plain == (wanted == Wanted())
 
 
-def test_extras_hold_what_is_wanted_and_no_more():
-    extras = no_extras(3, V, Wanted())
-    assert jax.tree.leaves(extras) == []
-    extras = no_extras(3, V, Wanted(penalties=True, bias=16, mask=True))
-    shapes = [(x.dtype.name, x.shape) for x in jax.tree.leaves(extras)]
+def test_processors_hold_what_is_wanted_and_no_more():
+    processors = no_processors(3, V, Wanted())
+    assert jax.tree.leaves(processors) == []
+    processors = no_processors(3, V, Wanted(penalties=True, bias=16, mask=True))
+    shapes = [(x.dtype.name, x.shape) for x in jax.tree.leaves(processors)]
     assert shapes == [
         ("float32", (3, 3)),
         ("int32", (3, 16)),
@@ -403,29 +403,31 @@ MASK = Request([1], constraint=everything())
         (Wanted(mask=True), MASK, [1, 2, 3], TypeError, "allowed is of list, must be"),
     ],
 )
-def test_extras_refuse(wanted, request_, allowed, error, message):
+def test_processors_refuse(wanted, request_, allowed, error, message):
     with pytest.raises(error, match=message):
-        no_extras(1, V, wanted).set(0, request_, allowed)
+        no_processors(1, V, wanted).set(0, request_, allowed)
 
 
 def test_tokens_that_a_tokenizer_does_not_have_are_not_allowed():
     """Those of a padded table; the row may have been another one's before."""
-    extras = no_extras(1, V, Wanted(mask=True))
+    processors = no_processors(1, V, Wanted(mask=True))
     for allowed in ([7, 5, 3], [2**32 - 1, 9], [1], []):
-        extras.set(0, MASK, np.array(allowed, np.uint32))
-        assert extras.masks[0].tolist() == allowed + [0] * (3 - len(allowed))
+        processors.set(0, MASK, np.array(allowed, np.uint32))
+        assert processors.masks[0].tolist() == allowed + [0] * (3 - len(allowed))
 
 
-def test_choose_refuses_extras_for_another_program():
+def test_choose_refuses_processors_for_another_program():
     given = (np.zeros(1, np.int32),) * 3
     logits, history = jnp.zeros((1, V)), jnp.zeros((1, 4), jnp.int32)
-    with pytest.raises(ValueError, match="extras with penalties, bias, masks = .* must fit Wanted"):
+    with pytest.raises(
+        ValueError, match="processors with penalties, bias, masks = .* must fit Wanted"
+    ):
         choose(
             logits,
             history,
             *given,
             greedy_rows(1),
-            no_extras(1, V, Wanted()),
+            no_processors(1, V, Wanted()),
             wanted=Wanted(mask=True),
         )
 
@@ -503,9 +505,11 @@ def chosen(logits, sampling, wanted):
     """Tokens of rows that are a slot each, without a history."""
     count = len(logits)
     history, counts = jnp.zeros((count, 2), jnp.int32), np.zeros(count, np.int32)
-    extras = no_extras(count, logits.shape[1], wanted)
+    processors = no_processors(count, logits.shape[1], wanted)
     slots = np.arange(count, dtype=np.int32)
-    after, found = choose(logits, history, counts, counts, slots, sampling, extras, wanted=wanted)
+    after, found = choose(
+        logits, history, counts, counts, slots, sampling, processors, wanted=wanted
+    )
     assert np.array_equal(after[:, 0], found.tokens)
     assert not np.any(after[:, 1])
     return np.asarray(found.tokens)
@@ -535,8 +539,8 @@ def test_no_kind_has_a_branch_on_the_device():
     counts, slots = np.ones(4, np.int32), np.arange(4, dtype=np.int32)
     for kind in KINDS:
         wanted = Wanted(kind, penalties=True, bias=16, mask=True, logprobs=True)
-        extras = no_extras(4, SIZE, wanted)
-        arguments = logits, history, counts, counts, slots, rows(4), extras
+        processors = no_processors(4, SIZE, wanted)
+        arguments = logits, history, counts, counts, slots, rows(4), processors
         program = choose.lower(*arguments, wanted=wanted).as_text()
         assert "argmax" in program or "reduce" in program
         assert "stablehlo.case" not in program

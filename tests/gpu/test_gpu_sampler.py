@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.benchmarks.choosing_helpers import Row, everything, run
+from tests.benchmarks.sampler_helpers import Row, everything, run
 from turbojax.models import Penalties, Request, Sampling
 from turbojax.models.engine.sampler import Wanted
 
