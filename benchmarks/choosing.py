@@ -417,7 +417,7 @@ def _weights(figures: Figures) -> list[list[str]]:
         if (row["tokens"], row["method"]) == (4096, "int4-kv4")
     ]
     ablation = figures.result("fireq_ablation")
-    lost = ablation["bits_per_byte"]["as_is"]["all"] - ablation["exact_bits_per_byte"]
+    cost = ablation["bits_per_byte"]["as_is"]["all"] - ablation["exact_bits_per_byte"]
     real = figures.result("evidence_smollm2")["rows"]
     rounded, exact = (real[x]["exact_bits_per_token"] for x in ("int4/bfloat16", "cache/4bit"))
     sixteen, many = (f"{_PRODUCT}{count}/int4/mosaic_gpu" for count in ("m16", "m1024"))
@@ -429,7 +429,7 @@ def _weights(figures: Figures) -> list[list[str]]:
             f"{product(sixteen, 'bf16')} a bfloat16 product of 16 tokens, "
             f"{product(many, 'bf16')} one of 1,024; prompts of a whole model "
             f"{tables.times(prompts[0]['speedup_over']['bf16'])}",
-            f"{lost:+.3f} bits per byte, with e4m3 activations and a `kv4` cache (embedded model); "
+            f"{cost:+.3f} bits per byte, with e4m3 activations and a `kv4` cache (embedded model); "
             f"**{rounded - exact:+.2f} bits per token** with an exact cache (SmolLM2)",
         ],
         [

@@ -90,23 +90,23 @@ def beaten(result: Result, rows: dict[str, Row]) -> dict[str, str]:
         apart = writing.difference(result, f"long/{other}", f"long/{name}")
         return apart is not None and "better" in writing.word(apart, 0)
 
-    lost = {}
+    beaten_by = {}
     for name in rows:
         better = {other: rows[other]["cost"] for other in rows if beats(other, name)}
         if better:
-            lost[name] = min(better, key=lambda other: better[other])
-    return lost
+            beaten_by[name] = min(better, key=lambda other: better[other])
+    return beaten_by
 
 
 def section(result: Result) -> Section:
     rows = dict(sorted(_rows(result).items(), key=lambda item: float(item[1]["density"])))
-    lost = beaten(result, rows)
+    beaten_by = beaten(result, rows)
     lines = [
         [
             f"`{label}`",
             f"{row['density']:.3f}",
             *writing.text_cells(result, row),
-            f"`{lost[label]}`" if label in lost else "-",
+            f"`{beaten_by[label]}`" if label in beaten_by else "-",
         ]
         for label, row in rows.items()
     ]

@@ -144,8 +144,8 @@ def quantize_rows(
     magnitudes = [jnp.abs(x) for x in wide]
     maximum = functools.reduce(jnp.maximum, [jnp.max(x, axis=1) for x in magnitudes])
     # A maximum loses NaN here.
-    lost = [jnp.max(jnp.where(x < jnp.inf, 0.0, 1.0), axis=1) for x in magnitudes]
-    bad = functools.reduce(jnp.maximum, lost)
+    nonfinite = [jnp.max(jnp.where(x < jnp.inf, 0.0, 1.0), axis=1) for x in magnitudes]
+    bad = functools.reduce(jnp.maximum, nonfinite)
     if mode == "fp8":
         scale = _or_nan(maximum * float(np.float32(1 / E4M3_MAX)), bad)
         return tuple(_to_e4m3(x, scale[:, None]) for x in wide), scale

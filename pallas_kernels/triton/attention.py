@@ -277,15 +277,15 @@ def _step(
     if s.mode == "int8":
         output = output * (unit * plgpu.load(v_scale_ref.at[(*at, j)]))[:, None]
     # A maximum and SAS lose a NaN scale; the row sum brings it back.
-    lost = factor * 0.0
+    nan_or_zero = factor * 0.0
     if mask is not None:
         # Not by the maximum, which is -inf too where all that is visible is NaN.
         seen = jnp.max(jnp.where(mask, 1.0, 0.0), axis=1) > 0
-        lost = jnp.where(seen, lost, 0.0)
+        nan_or_zero = jnp.where(seen, nan_or_zero, 0.0)
         output = jnp.where(seen[:, None], output, 0.0)
     alpha = _common.exp2((m - shift) * (_common.LOG2_E / s.unit), s.interpret)
     o = _common.fma(o, alpha[:, None], output, s.interpret)
-    return o, new, l * alpha + (jnp.sum(p, axis=1) + lost)
+    return o, new, l * alpha + (jnp.sum(p, axis=1) + nan_or_zero)
 
 
 def _kernel(

@@ -168,16 +168,16 @@ def merge_split(
     o, m, l = state
     exp = functools.partial(_exp_of_units, s=s)
     # A maximum and SAS lose a NaN; the sum brings it back.
-    lost = factor * 0.0
+    nan_or_zero = factor * 0.0
     new = jnp.maximum(m, maximum)
     shift = new
     if seen is not None:
-        lost = jnp.where(seen, lost, 0.0)
+        nan_or_zero = jnp.where(seen, nan_or_zero, 0.0)
         product = jnp.where(seen[None, :], product, 0.0)
         shift = jnp.where(new > -jnp.inf, new, 0.0)
     alpha, weight = exp(m - shift), exp(maximum - shift)
     o = _common.fma(product, weight[None, :], o * alpha[None, :], s.interpret)
-    return o, new, l * alpha + (total * weight + lost)
+    return o, new, l * alpha + (total * weight + nan_or_zero)
 
 
 def _exp_of_units(x: jax.Array, s: Settings) -> jax.Array:

@@ -140,8 +140,8 @@ def _scale(values: list[jax.Array]) -> Any:
     magnitudes = [jnp.abs(x) for x in values]
     maximum = jnp.max(functools.reduce(jnp.maximum, magnitudes))
     # A maximum loses NaN here.
-    lost = [jnp.where(x < jnp.inf, 0.0, 1.0) for x in magnitudes]
-    lost_any = jnp.max(functools.reduce(jnp.maximum, lost))
+    nonfinite = [jnp.where(x < jnp.inf, 0.0, 1.0) for x in magnitudes]
+    any_nonfinite = jnp.max(functools.reduce(jnp.maximum, nonfinite))
     scale = jnp.maximum(maximum * _RECIPROCAL_MAX, _TINY)
     scale = jnp.where(maximum < _TINY, 1.0, scale)
-    return jnp.where(lost_any > 0, jnp.nan, scale)
+    return jnp.where(any_nonfinite > 0, jnp.nan, scale)

@@ -81,7 +81,7 @@ def filled(kv_dtype, lengths, heads=2, head_dim=32, page_size=16, **given):
         np.zeros(len(lengths), np.int32),
         new_lengths=jnp.asarray(lengths, jnp.int32),
     )
-    assert int(cache.lost) == 0
+    assert int(cache.dropped_tokens) == 0
     return cache, jnp.asarray(tables)
 
 
@@ -154,12 +154,12 @@ def oracle(query, cache, tables, lengths, *, weight_unit=0.0, query_unit=0.0, **
                 mass = np.linalg.norm(v, axis=-1, keepdims=True)
                 mean = np.linalg.norm(out[b, t, h])
             # Weights below the normal range of float16 are off by that of its smallest number.
-            lost = p * (error + weight_unit) + (2.0**-25 if weight_unit else 0)
+            loss = p * (error + weight_unit) + (2.0**-25 if weight_unit else 0)
             if weight_unit and int8_sides(cache.kv_dtype)[1]:
                 # On Hopper weights times scales are integers of 15 bits, relative to the largest.
                 scales = np.maximum(np.abs(v).max(axis=-1), 1e-30)
-                lost = lost + 2.0**-15 * (p * scales).max() / scales
-            spread = lost @ mass + (p @ error + 16 * UNIT * p.sum()) * mean
+                loss = loss + 2.0**-15 * (p * scales).max() / scales
+            spread = loss @ mass + (p @ error + 16 * UNIT * p.sum()) * mean
             slack[b, t, h] = spread / p.sum()
             lse[b, t, h] = top + np.log(p.sum())
             lse_slack[b, t, h] = error.max() + 4 * UNIT * (1 + np.abs(lse[b, t, h]))
@@ -342,9 +342,9 @@ def without_dead_pages(cache, tables, lengths, counts, left, broken=-1):
     for row, dead, length in zip(tables, first, lengths, strict=True):
         row[:dead] = broken
         row[-(-int(length) // size) :] = broken
-    lost = np.setdiff1d(np.arange(cache.num_pages), tables)
+    unused = np.setdiff1d(np.arange(cache.num_pages), tables)
     arrays = {
-        name: x.at[lost].set(jnp.nan)
+        name: x.at[unused].set(jnp.nan)
         for name in ("key", "value", "key_norm", "value_norm")
         if (x := getattr(cache, name)) is not None and jnp.issubdtype(x.dtype, jnp.floating)
     }
@@ -373,9 +373,9 @@ def check_windowed_tables(call, kv_dtype, dtype=jnp.float32, head_dim=32, tokens
             b = int(at != first[0])
             got = call(query, poor, dead.at[b, at].set(broken), held, **given)
             for x, y in zip(got, want, strict=True):
-                lost = np.isnan(np.asarray(x, np.float32)).reshape(4, -1)
-                assert lost[b].all()
-                assert lost.sum() == lost[b].sum()
+                is_nan = np.isnan(np.asarray(x, np.float32)).reshape(4, -1)
+                assert is_nan[b].all()
+                assert is_nan.sum() == is_nan[b].sum()
                 equal(np.delete(np.asarray(x), b, 0), np.delete(np.asarray(y), b, 0))
 
 

@@ -179,7 +179,7 @@ def test_a_quick_run_of_the_engine(tmp_path):
         assert 0 < row["most_tokens"] <= row["token_capacity"]
         assert row["most_sequences"] <= group.setting.slots
         pages = row["token_capacity"] // group.setting.page_size
-        # As many pages as fit into the bytes; the counters of lost tokens are beside them.
+        # As many pages as fit into the bytes; the counters of dropped tokens are beside them.
         page_bytes = group.setting.page_size * row["token_bytes"]
         assert pages == group.setting.pool_bytes // page_bytes
         assert row["speedup_over"].keys() == {"auto"}

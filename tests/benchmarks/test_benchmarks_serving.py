@@ -148,7 +148,7 @@ class TestModels:
         for _ in range(group.new - 1):
             pools, token, lengths = engines.decode(model, pools, tokens[-1], lengths, tables_of_all)
             tokens.append(token)
-        assert [int(pool.lost) for pool in pools] == [0] * group.config.num_layers
+        assert [int(pool.dropped_tokens) for pool in pools] == [0] * group.config.num_layers
         wanted = models.generate(model, prompts, max_new_tokens=group.new)
         assert np.array_equal(jnp.stack(tokens, axis=1), wanted)
 

@@ -39,7 +39,7 @@ def filled(kv_dtype, lengths, page_size=16, dtype="float32", seed=0):
     bad = pool.scale if pool.scale is None else jnp.full_like(pool.scale, jnp.nan)
     latent = pool.latent if kv_dtype == "turbo4" else jnp.full_like(pool.latent, jnp.nan)
     rope = jnp.full_like(pool.rope, jnp.nan)
-    pool = type(pool)(latent, bad, rope, pool.lost, kv_dtype, LATENT, pool.dtype, seed)
+    pool = type(pool)(latent, bad, rope, pool.dropped_tokens, kv_dtype, LATENT, pool.dtype, seed)
     tables = place(lengths, page_size, needed + 2)
     longest = max(1, *lengths)
     latents = normal(1, (len(lengths), longest, LATENT), dtype)
@@ -47,7 +47,7 @@ def filled(kv_dtype, lengths, page_size=16, dtype="float32", seed=0):
     start = jnp.zeros(len(lengths), jnp.int32)
     new = jnp.asarray(lengths, jnp.int32)
     pool = append(pool, latents, ropes, tables, start, new_lengths=new)
-    assert int(pool.lost) == 0
+    assert int(pool.dropped_tokens) == 0
     return pool, tables
 
 

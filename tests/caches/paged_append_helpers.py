@@ -95,7 +95,7 @@ def check_ragged(same, head_dim, dtype, page_size=16, kv_dtype="turbo4"):
     cache = new(head_dim, dtype, page_size, kv_dtype=kv_dtype)
     before, count = integers(page_size - 2, 0, 3), integers(21, 5, 0)
     cache = same(cache, *tokens(21, head_dim, dtype), TABLES, before, new_lengths=count)
-    assert int(cache.lost) == 0
+    assert int(cache.dropped_tokens) == 0
     one = tokens(1, head_dim, dtype, seed=1)
     same(cache, *one, TABLES, before + count, new_lengths=integers(1, 0, 1))
 
@@ -105,18 +105,18 @@ def check_format(same, kv_dtype, head_dim, dtype):
     cache = new(head_dim, dtype, kv_dtype=kv_dtype)
     x = tokens(21, head_dim, dtype, seed=2)
     cache = same(cache, *x, TABLES, integers(14, 0, 3), new_lengths=integers(21, 5, 0))
-    assert int(cache.lost) == 0
+    assert int(cache.dropped_tokens) == 0
     same(cache, *strange(head_dim, dtype), TABLES, integers(1, 0, 0))
 
 
-def check_lost(same, kv_dtype="turbo4"):
+def check_dropped(same, kv_dtype="turbo4"):
     """Pages that are none, positions past the table, negative or beyond int32, promises."""
     cache = new(128, jnp.bfloat16, kv_dtype=kv_dtype)
     tables = jnp.asarray(TABLES).at[0, 1].set(-1).at[1, 0].set(99)
     x = tokens(30, 128, jnp.bfloat16, seed=5)
     for lengths, counts in (((10, 0, 40), (30, 40, 31)), ((60, -5, 2**31 - 9), (30, 30, -1))):
         got = same(cache, *x, tables, integers(*lengths), new_lengths=integers(*counts))
-        assert int(got.lost) > 0
+        assert int(got.dropped_tokens) > 0
 
 
 def as_bits(x):

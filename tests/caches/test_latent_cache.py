@@ -75,9 +75,9 @@ def test_what_is_stored(dtype):
             whole = length > 0
             assert np.mean(data[whole] != packed[whole]) < 1e-3
             # Lloyd and Max lose 0.95 % of a normal vector's square; 64 channels vary around it.
-            lost = ((got - exact) ** 2).sum(-1)[whole] / length[whole] ** 2
-            assert np.median(lost) < 0.011
-            assert lost.max() < 0.035
+            loss = ((got - exact) ** 2).sum(-1)[whole] / length[whole] ** 2
+            assert np.median(loss) < 0.011
+            assert loss.max() < 0.035
             np.testing.assert_allclose(np.linalg.norm(got, axis=-1), length, rtol=0.01)
 
 
@@ -145,7 +145,7 @@ def test_tokens_without_a_page_are_errors_outside_jit_and_counted_under_it():
     new = pool, latent[:, :20], rope[:, :20], tables, START
     with pytest.raises(ValueError, match=r"block_tables\[0, 1\]=9 is needed"):
         paged.append_latents(*new)
-    assert int(append(*new).lost) == 12
+    assert int(append(*new).dropped_tokens) == 12
     shared = jnp.array([[0, -1], [0, -1], [3, -1]])
     with pytest.raises(ValueError, match="two tokens would be written to slot 0 of page 0"):
         paged.append_latents(pool, latent[:, :9], rope[:, :9], shared, START)
@@ -198,8 +198,8 @@ def test_sizes():
     pool.validate()
     with pytest.raises(ValueError, match="cache.scale is None, must be"):
         dataclasses.replace(pool, scale=None).validate()
-    with pytest.raises(ValueError, match="lost=-1 must not be negative"):
-        dataclasses.replace(pool, lost=jnp.int32(-1)).validate()
+    with pytest.raises(ValueError, match="dropped_tokens=-1 must not be negative"):
+        dataclasses.replace(pool, dropped_tokens=jnp.int32(-1)).validate()
     with pytest.raises(ValueError, match=r"lengths=\[101, 0\] must be between 0 and 100"):
         dataclasses.replace(cache, lengths=jnp.array([101, 0])).validate()
     with pytest.raises(ValueError, match="has no rotation"):

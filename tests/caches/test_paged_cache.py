@@ -96,7 +96,7 @@ def test_tokens_come_back_as_the_codec_makes_them(kind, dtype):
     ]
     cache = append(cache, *rest, TABLES, cut, new_lengths=total - cut)
     cache.validate()
-    assert int(cache.lost) == 0
+    assert int(cache.dropped_tokens) == 0
     sides = gather(cache, TABLES, total, dtype=jnp.float32)
     for side, (got, x, scale) in enumerate(zip(sides, (key, value), scales, strict=True)):
         assert got.shape == (BATCH, 3 * SIZE, HEADS, HEAD_DIM)
@@ -315,14 +315,14 @@ def test_no_page_is_an_error_and_counted_under_jit():
     with pytest.raises(ValueError, match=r"block_tables\[0, 1\]=-1 is needed.*within 0..11"):
         paged.append(new("auto"), key, value, tables, integers(0, 0, 0))
     cache, _ = lose(tables, integers(0, 0, 0))
-    assert int(cache.lost) == 8
+    assert int(cache.dropped_tokens) == 8
     shown, _ = gather(cache, tables, integers(16, 16, 20))
     np.testing.assert_array_equal(shown[:2, :16], key[:2, :16])
     np.testing.assert_array_equal(shown[2, :20], key[2])
     untouched = np.setdiff1d(np.arange(PAGES), [7, 0, 4, 1])
     np.testing.assert_array_equal(cache.key[untouched], 0)
     again = append(cache, key, value, tables, integers(0, 0, 0))
-    assert int(again.lost) == 16
+    assert int(again.dropped_tokens) == 16
 
 
 def test_past_the_table_is_an_error_and_counted_under_jit():
@@ -330,7 +330,7 @@ def test_past_the_table_is_an_error_and_counted_under_jit():
     with pytest.raises(ValueError, match=r"lengths \[20, 30, 60\].*at most 48.*3 pages of 16"):
         paged.append(new("auto"), key, value, TABLES, integers(0, 10, 40))
     cache, _ = lose(TABLES.clip(0), integers(0, 0, 40))
-    assert int(cache.lost) == 12
+    assert int(cache.dropped_tokens) == 12
     np.testing.assert_array_equal(cache.key[5, :, 8:], np.swapaxes(key[2, :8], 0, 1))
 
 
@@ -343,13 +343,13 @@ def test_lengths_out_of_range(length):
     got = append(new("auto"), key, value, TABLES, lengths)
     # Of three tokens at -1, -0 + 0 and 1, two have a place.
     placed = max(3 + length, 0) if length < 0 else 0
-    assert int(got.lost) == 3 - placed
+    assert int(got.dropped_tokens) == 3 - placed
 
 
 def test_new_lengths_out_of_range_under_jit():
     """Negative counts as nothing; tokens that were promised and not given are counted."""
     cache, key = lose(TABLES.clip(0), integers(0, 0, 0), integers(-4, 25, 20))
-    assert int(cache.lost) == 5
+    assert int(cache.dropped_tokens) == 5
     shown, _ = gather(cache, TABLES.clip(0), integers(0, 20, 20))
     np.testing.assert_array_equal(shown[1:, :20], key[1:])
     np.testing.assert_array_equal(cache.key[7], 0)
@@ -512,7 +512,11 @@ BROKEN = {
     "int8's scale": ("int8", {"key_norm": None}, "key_norm is None, must be float16"),
     "integers": ("int8_v4", {"key": jnp.zeros((12, 2, 16, 32))}, "key is float32.*must be int8"),
     "packed": ("turbo_k3v2", {"key": jnp.zeros((12, 2, 16, 16), jnp.uint8)}, r"16, 12\]"),
-    "lost": ("auto", {"lost": jnp.int32(-1)}, "cache.lost=-1 must not be negative"),
+    "dropped_tokens": (
+        "auto",
+        {"dropped_tokens": jnp.int32(-1)},
+        "cache.dropped_tokens=-1 must not be negative",
+    ),
 }
 
 

@@ -142,7 +142,7 @@ def check_attention(kind, *form):
     want, _ = steps(whole, *inputs(70, 3, *form))
     same(got, want)
     assert after.lengths.tolist() == (LENGTHS + 70).tolist()
-    assert int(after.pages.lost) == 0
+    assert int(after.pages.dropped_tokens) == 0
     # Several at once, as a speculative step has.
     real = np.array([9, 4, 9], np.int32)
     out, _ = prompt(held, *inputs(9, 6, *form), real)
@@ -167,7 +167,7 @@ def test_more_tokens_than_there_is_room_for_leave_the_newest():
         page = np.asarray(at_once.block_tables)[b, position // PAGE]
         got = np.asarray(at_once.pages.key)[page, :, position % PAGE]
         np.testing.assert_array_equal(got, key[b, first:length])
-    assert int(at_once.pages.lost) == 0
+    assert int(at_once.pages.dropped_tokens) == 0
 
 
 def test_what_no_window_reaches_any_more_is_forgotten():
@@ -235,7 +235,7 @@ def test_texts_are_those_of_caches_that_hold_all(family, kind, monkeypatch, tmp_
     windowed = [i % 2 == 0 or family == "mistral" for i in range(len(session.caches.layers))]
     assert [layer.is_ring for layer in session.caches.layers] == windowed
     page = session.caches.layers[0].pages.page_bytes
-    small = 2 * (4 * page + 4 * 7 + 5) + 4  # pages, table, length and overflow; tokens lost
+    small = 2 * (4 * page + 4 * 7 + 5) + 4  # pages, table, length and overflow; dropped tokens
     large = 2 * (7 * page + 4 * 7 + 5) + 4
     assert session.caches.nbytes == sum(small if x else large for x in windowed)
     config = model(family).config
@@ -342,7 +342,7 @@ def test_copies_read_before_they_write(kind, call):
         x[[2, 3, 6, 5]] = x[[1, 2, 5, 6]]
     got = call(cache, np.array([1, 2, -1, 5, 6, 4, -1]), np.array([2, 3, 0, 6, 5, -1, 3]))
     assert_pages(got, want)
-    assert int(got.lost) == 0
+    assert int(got.dropped_tokens) == 0
 
 
 @pytest.mark.quick(2, slow=0)
@@ -363,7 +363,7 @@ def test_content_is_moved_through_the_host(kind):
     for call in (write, paged.write_pages):
         got = call(empty, np.array([1, 7, 2, -1]), content)
         assert_pages(got, want)
-        assert int(got.lost) == 0
+        assert int(got.dropped_tokens) == 0
 
 
 def test_a_number_outside_the_pool_under_jit():
@@ -371,14 +371,14 @@ def test_a_number_outside_the_pool_under_jit():
     cache = filled("turbo4")
     got = copy(cache, np.array([PAGES, -2, 1, 2]), np.array([3, 4, PAGES, -3]))
     assert_pages(got, arrays(cache))
-    assert int(got.lost) == 4 * SIZE
+    assert int(got.dropped_tokens) == 4 * SIZE
     content = read(cache, np.array([PAGES, -2, -1, 2]))
     assert np.isnan(np.asarray(content["key_norm"][:3])).all()
     np.testing.assert_array_equal(content["value"][:3], 0)
     np.testing.assert_array_equal(bits(content["value"][3]), arrays(cache)["value"][2])
     got = write(cache, np.array([PAGES, -2, -1, 2]), content)
     assert_pages(got, arrays(cache))
-    assert int(got.lost) == 2 * SIZE
+    assert int(got.dropped_tokens) == 2 * SIZE
 
 
 @pytest.mark.quick(1)

@@ -214,7 +214,7 @@ def pages(kv_dtype: str) -> Built:
         out = tj.paged_attention(query, cache, table, size, return_residual=True)
         one = tj.paged_attention(query[:, :1], cache, table, size, query_offset=size // 2)
         arrays = cache.key, cache.value, cache.key_norm, cache.value_norm
-        return *arrays, jnp.broadcast_to(cache.lost, size.shape), out, one
+        return *arrays, jnp.broadcast_to(cache.dropped_tokens, size.shape), out, one
 
     cache = tj.init_paged_cache(POOL, 16, K, H, kv_dtype=kv_dtype)
     return call, (cache, *prompt(), tables(), lengths())

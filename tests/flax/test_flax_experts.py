@@ -65,9 +65,9 @@ def test_a_token_does_not_depend_on_others():
     got = layer(x)
     assert got.dtype == jnp.bfloat16
     bad = x.at[3, 0].set(jnp.nan)
-    lost = np.isnan(np.asarray(layer(bad).astype(jnp.float32)))
-    assert lost[3].all()
-    assert not lost[[0, 1, 2, 4]].any()
+    is_nan = np.isnan(np.asarray(layer(bad).astype(jnp.float32)))
+    assert is_nan[3].all()
+    assert not is_nan[[0, 1, 2, 4]].any()
     one = np.asarray(layer(x[1]).astype(jnp.float32))
     np.testing.assert_allclose(one, np.asarray(got[1].astype(jnp.float32)), rtol=2**-7, atol=1e-3)
 

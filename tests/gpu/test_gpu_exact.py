@@ -113,10 +113,10 @@ def test_nan_reaches_what_attends_to_it_and_nothing_else():
     for position, is_seen in ((2999, True), (2900, True), (2899, False)):
         value = cache.value.at[0, position, 1, 5].set(jnp.nan)
         broken = exact.ExactCache(cache.key, value, cache.lengths, cache.overflowed)
-        lost = np.isnan(np.asarray(decode(query, broken, **options), np.float32)).any(-1)
-        want = np.zeros_like(lost)
+        is_nan = np.isnan(np.asarray(decode(query, broken, **options), np.float32)).any(-1)
+        want = np.zeros_like(is_nan)
         want[0, 0, 4:] = is_seen
-        np.testing.assert_array_equal(lost, want)
+        np.testing.assert_array_equal(is_nan, want)
 
 
 def test_it_is_chosen_where_cudnn_cannot():

@@ -146,17 +146,17 @@ def test_precision(implementation, scale_dtype):
     tokens = Fp8Tokens(jnp.tile(codes, (300, 1)), jnp.ones(300, jnp.bfloat16), np.dtype(np.float16))
     product = wide(tj.fireq.dequantize(weight)) @ wide(codes)
     arrays = (tokens, weight, jnp.asarray(-product, jnp.float32), None)
-    lost = []
+    loss = []
     for precision in (None, "highest"):
         got = run(implementation, *arrays, None, precision=precision)
         depth = summed_together(implementation, tokens, weight, precision)
         assert_equals_oracle(got, *arrays, None, depth)
-        lost.append(np.linalg.norm(wide(got)))
+        loss.append(np.linalg.norm(wide(got)))
     if implementation == "mosaic_gpu" and scale_dtype == "e4m3":
         # Four additions of each sum in the unit instead of 64.
-        assert 0 < 3 * lost[1] < lost[0]
+        assert 0 < 3 * loss[1] < loss[0]
     else:
-        assert lost[0] == lost[1]
+        assert loss[0] == loss[1]
 
 
 @pytest.mark.parametrize("name", ["one tile", "odd sizes, gated"])
@@ -478,9 +478,9 @@ def test_what_is_not_finite_stays_with_its_token(implementation):
     scale = tokens.scale.at[jnp.array([5, 201, 319])].set(jnp.nan)
     bad = tj.fireq.Fp8Tokens(tokens.codes, scale, tokens.dtype)
     got = wide(run_grouped(implementation, bad, weight, sizes, None, None))
-    lost = np.isnan(got).all(axis=1)
-    assert np.flatnonzero(lost).tolist() == [5, 201]
-    np.testing.assert_array_equal(got[~lost], clean[~lost])
+    is_nan = np.isnan(got).all(axis=1)
+    assert np.flatnonzero(is_nan).tolist() == [5, 201]
+    np.testing.assert_array_equal(got[~is_nan], clean[~is_nan])
 
 
 def test_grouped_under_vmap():

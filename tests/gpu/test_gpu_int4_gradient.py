@@ -94,8 +94,8 @@ def test_equals_the_oracle():
     codes = quantize_tokens(scaled.astype(jnp.bfloat16))
     values = wide(scaled_values(weight))[: d_out.shape[1], : x.shape[1]]
     want = (wide(codes.codes) @ values) * wide(codes.scale)[:, None]
-    lost = oracle.matrix_unit_error(wide(codes.codes), values.T, values.shape[0])
-    allowed = lost * wide(codes.scale)[:, None] + 2.0**-8 * np.abs(want)
+    rounding = oracle.matrix_unit_error(wide(codes.codes), values.T, values.shape[0])
+    allowed = rounding * wide(codes.scale)[:, None] + 2.0**-8 * np.abs(want)
     assert (np.abs(wide(got) - want) <= allowed).all()
 
 

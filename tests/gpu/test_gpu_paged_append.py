@@ -15,8 +15,8 @@ from tests.caches.paged_append_helpers import (
     TABLES,
     as_bits,
     assert_stores_the_same,
+    check_dropped,
     check_format,
-    check_lost,
     check_ragged,
     compiled,
     integers,
@@ -113,12 +113,12 @@ def test_full_sizes(same, batch, count, heads, head_dim, dtype):
     before = jnp.asarray(rng.integers(0, 70, batch), jnp.int32)
     x = tokens(count, head_dim, dtype, heads, batch=batch)
     cache = same(cache, *x, tables, before)
-    assert int(cache.lost) == 0
+    assert int(cache.dropped_tokens) == 0
     assert np.asarray(cache.key_norm).any()
 
 
 def test_what_has_no_place_is_lost(same):
-    check_lost(same)
+    check_dropped(same)
 
 
 def assert_a_cpus_bits(encode, *arrays):

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.hopper.latent import join, kernel, softmax, tiles
-from pallas_kernels.mosaic.hopper.paged_prompt import lost
+from pallas_kernels.mosaic.hopper.paged_prompt import nonfinite
 from pallas_kernels.mosaic.ring import ROWS
 from tests.kernels import interpreted_pooled as interpreted
 from tests.kernels import interpreted_prompt
@@ -120,7 +120,7 @@ def expanded(codes, words, share, work, j, slot, y):
 
 def install():
     interpreted.install()
-    lost.clean = interpreted_prompt.clean
+    nonfinite.clean = interpreted_prompt.clean
     kernel.channels, kernel.numbers = stored, stored
     softmax.maxima, softmax.weights, softmax.total = maxima, weights, lambda l: l
     softmax.rescaled = lambda o, alpha: o * alpha[:, None]

@@ -16,7 +16,7 @@ import functools
 
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic.hopper.paged_prompt import join, kernel, lost, products
+from pallas_kernels.mosaic.hopper.paged_prompt import join, kernel, nonfinite, products
 from tests.attention.paged_helpers import assert_matches_oracle, check_nan, filled, normal
 from tests.attention.paged_prompt_helpers import with_many
 from tests.kernels import interpreted_pooled as interpreted
@@ -25,14 +25,14 @@ from turbojax.caches.paged import mosaic_prompt
 
 
 def clean(values, found, count):
-    """`lost.clean` of arrays."""
+    """`nonfinite.clean` of arrays."""
     x = values[...]
     there = jnp.arange(x.shape[0])[:, None] < count
     finite = jnp.abs(x.astype(jnp.float32)) < jnp.inf
     bad = jnp.any(there & ~finite, axis=1)
     values[...] = jnp.where(there & finite, x, jnp.zeros_like(x))
-    shift = jnp.arange(x.shape[0]) % lost.BITS
-    bits = jnp.left_shift(bad.astype(jnp.int32), shift).reshape(-1, lost.BITS).sum(1)
+    shift = jnp.arange(x.shape[0]) % nonfinite.BITS
+    bits = jnp.left_shift(bad.astype(jnp.int32), shift).reshape(-1, nonfinite.BITS).sum(1)
     for i in range(bits.shape[0]):
         found[i] = bits[i]
 
@@ -67,7 +67,7 @@ def joined(found, found_lse, lengths, query_lengths, shape, dtype, s):
 def install():
     interpreted.install()
     products.accumulator = interpreted.Accumulator
-    lost.clean = clean
+    nonfinite.clean = clean
     mosaic_prompt.multiprocessors = lambda: 2
     join.join = joined
     kernel.attention = interpreted.interpreted(kernel.attention)
@@ -110,7 +110,7 @@ def run(name):
 
 if __name__ == "__main__":
     install()
-    if sys.argv[1] == "lost":
+    if sys.argv[1] == "nonfinite":
         check_nan(with_many(call), "auto", jnp.bfloat16, 64)
     else:
         run(sys.argv[1])

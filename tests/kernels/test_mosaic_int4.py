@@ -430,8 +430,8 @@ def test_the_bound_of_the_matrix_unit(depth):
     assert (error > (1024 + 8) * 2.0**-24 * size).any()
     assert np.linalg.norm(bound) < 0.01 * np.linalg.norm(got)
     # What docs/fireq.md says.
-    lost = np.linalg.norm(error) / np.linalg.norm(got)
-    assert lost == pytest.approx({128: 9e-5, 1024: 4e-4}[depth], rel=0.2)
+    loss = np.linalg.norm(error) / np.linalg.norm(got)
+    assert loss == pytest.approx({128: 9e-5, 1024: 4e-4}[depth], rel=0.2)
 
 
 def test_the_matrix_unit_by_hand():
@@ -443,8 +443,8 @@ def test_the_matrix_unit_by_hand():
     # A unit is 2^-5 after the first step.
     got = oracle.matrix_unit(codes, values)
     np.testing.assert_array_equal(got, [[256 + 2.0**-5, 256]])
-    lost = np.abs(got - codes @ values.T)
-    assert (lost <= oracle.matrix_unit_error(codes, values, 64)).all()
+    loss = np.abs(got - codes @ values.T)
+    assert (loss <= oracle.matrix_unit_error(codes, values, 64)).all()
 
 
 MANY = "turbojax_int4_matmul_many_hopper"

@@ -63,7 +63,7 @@ def test_pooled_attention_equals_the_oracle_and_has_no_race(what, name):
 @pytest.mark.slow
 @WHOLE
 @pytest.mark.parametrize(
-    "name", ["plain", "window", "nothing between", "parts", "parts, window", "lost"]
+    "name", ["plain", "window", "nothing between", "parts", "parts, window", "nonfinite"]
 )
 def test_prompts_on_pages_equal_the_oracle_and_have_no_race(name):
     run("interpreted_prompt", name)

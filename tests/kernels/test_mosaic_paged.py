@@ -457,8 +457,8 @@ def test_values_are_weighted_as_the_weights_say(lanes, kind):
     p = [[of_lanes(weights[4 * n + t, 8 * g + (i ^ odd)]) for i in range(8)] for n in (0, 1)]
     seen = [[warp.Bool(np.ones(32, bool))] * 8] * 2
     channels = [channel_of(i, lanes, 128).value.astype(np.int64) for i in range(16)]
-    lost = [warp.integer(0)] * 2
-    after = products.weighted(warp.Pointer(memory), p, seen, lost, lanes)
+    nonfinite = [warp.integer(0)] * 2
+    after = products.weighted(warp.Pointer(memory), p, seen, nonfinite, lanes)
     out = np.zeros((8, 128))
     for n in (0, 1):
         for c, x in zip(channels, after[n], strict=True):
@@ -537,8 +537,10 @@ def test_nan_reaches_what_attends_to_it_and_nothing_else(lanes, kind, where):
         memory.view(STORED[kind]).reshape(2, 64, 128)[int(where == "value"), 40, 7] = np.nan
     out, _, totals = run(lanes, s, [memory], query, 41, 2)
     # Rows: two heads, each with tokens 39 and 40.
-    lost = np.isnan(out[:4] / totals[:4, None]).any(1)
-    assert lost.tolist() == ([False, True, False, False] if where == "query" else [False, True] * 2)
+    is_nan = np.isnan(out[:4] / totals[:4, None]).any(1)
+    assert is_nan.tolist() == (
+        [False, True, False, False] if where == "query" else [False, True] * 2
+    )
 
 
 @pytest.mark.quick(4, slow=0)

@@ -14,7 +14,7 @@ from tests.caches.paged_append_helpers import (
     MIXES,
     TABLES,
     assert_stores_the_same,
-    check_lost,
+    check_dropped,
     check_ragged,
     integers,
     new,
@@ -81,7 +81,7 @@ def test_strange_vectors(same, kv_dtype, head_dim, dtype):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("kv_dtype", ["turbo4", "auto"])
 def test_what_has_no_place_is_lost(same, kv_dtype):
-    check_lost(same, kv_dtype)
+    check_dropped(same, kv_dtype)
 
 
 def test_several_rounds_of_a_warp(same, monkeypatch):

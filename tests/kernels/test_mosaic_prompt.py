@@ -20,7 +20,7 @@ from pallas_kernels.mosaic import eight_bits
 from pallas_kernels.mosaic.hopper.latent import join as latent_join
 from pallas_kernels.mosaic.hopper.latent import kernel as latent_kernel
 from pallas_kernels.mosaic.hopper.latent import tiles as latent_tiles
-from pallas_kernels.mosaic.hopper.paged_prompt import expand, join, lost, products, tiles, turn
+from pallas_kernels.mosaic.hopper.paged_prompt import expand, join, nonfinite, products, tiles, turn
 from tests.attention.paged_helpers import filled
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
@@ -128,7 +128,7 @@ def test_a_tile_is_made_finite(lanes, dtype, head_dim):
     memory = np.ascontiguousarray(stored).view(np.uint8).ravel()
     found = np.zeros(32, np.uint8)
     arguments = Memory(memory), Memory(found), warp.integer(count), tile, head_dim, dtype
-    lanes(lambda: lost._clean(*arguments))
+    lanes(lambda: nonfinite._clean(*arguments))
     got = memory.view(np.uint16).reshape(tile // 8, head_dim // 64, 8, 8, 8)
     got = np.take_along_axis(got, swizzle()[None, None, :, :, None], 3).swapaxes(1, 2)
     got = got.reshape(tile, head_dim).view(kind)
@@ -185,7 +185,7 @@ def lanes(monkeypatch):
     monkeypatch.setattr(warp, "special", special, raising=False)
     monkeypatch.setattr(warp, "join_bits", join_bits, raising=False)
     monkeypatch.setattr(warp, "half", Half)
-    for module in (eight_bits, expand, join, latent_join, lost, products, turn):
+    for module in (eight_bits, expand, join, latent_join, nonfinite, products, turn):
         monkeypatch.setattr(module, "lane", warp)
 
     def run(f, warps=4):
@@ -196,7 +196,7 @@ def lanes(monkeypatch):
         def barrier():
             turns.barrier("all", warps)
 
-        monkeypatch.setattr(lost.mgpu.utils, "warpgroup_barrier", barrier)
+        monkeypatch.setattr(nonfinite.mgpu.utils, "warpgroup_barrier", barrier)
         turns = Turns([functools.partial(one, number) for number in range(warps)])
         turns.run()
 
@@ -254,8 +254,8 @@ def test_values_are_turned_and_what_is_lost_is_told(lanes, head_dim, page_size):
     value = rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
     tables = rng.permutation(max_pages + 3)[None, :max_pages].astype(np.int32)
     tokens = value[tables[0], 1].reshape(-1, head_dim)
-    lost_tokens = (3, 37, 149)
-    for token in (*lost_tokens, 155):
+    nonfinite_tokens = (3, 37, 149)
+    for token in (*nonfinite_tokens, 155):
         page, slot = tables[0, token // page_size], token % page_size
         value[page, 1, slot, token % head_dim] = np.nan
     count = -(-max_pages * page_size // turn.TILE)
@@ -277,11 +277,11 @@ def test_values_are_turned_and_what_is_lost_is_told(lanes, head_dim, page_size):
     natural = natural.transpose(0, 2, 3, 1).reshape(-1, head_dim)
     want = np.zeros((256, head_dim), np.float32)
     want[:length] = tokens[:length]
-    for token in lost_tokens:
+    for token in nonfinite_tokens:
         want[token, token % head_dim] = 0
     np.testing.assert_array_equal(natural, want)
     bits = np.unpackbits(told[:, 1].reshape(-1).view(np.uint8), bitorder="little")
-    assert np.flatnonzero(bits).tolist() == list(lost_tokens)
+    assert np.flatnonzero(bits).tolist() == list(nonfinite_tokens)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

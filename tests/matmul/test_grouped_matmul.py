@@ -69,10 +69,10 @@ def test_what_is_not_finite_stays_with_its_token_and_its_output():
     scales = weight.scales.at[2, 0, 1, 7].set(jnp.nan)
     weight = dataclasses.replace(weight, scales=scales)
     got = np.asarray(grouped_matmul(bad, weight, sizes).astype(jnp.float32))
-    lost = np.zeros((20, 40), bool)
-    lost[5] = lost[4:17, 7] = True  # row 18 belongs to nobody
-    np.testing.assert_array_equal(np.isnan(got), lost)
-    np.testing.assert_array_equal(got[~lost], clean[~lost])
+    is_nan = np.zeros((20, 40), bool)
+    is_nan[5] = is_nan[4:17, 7] = True  # row 18 belongs to nobody
+    np.testing.assert_array_equal(np.isnan(got), is_nan)
+    np.testing.assert_array_equal(got[~is_nan], clean[~is_nan])
 
 
 @pytest.mark.parametrize("sizes", [[3, -1, 4], [3, 10, 14], [2**31 - 1] * 3, [-(2**31)] * 3])

@@ -241,10 +241,10 @@ def test_what_is_not_finite_reaches_the_result(activation, scale_dtype, bad):
         )
         weight = tj.fireq.gate_and_up(weight, up)
     got = np.asarray(tj.fireq.matmul(x, weight, activation=activation))
-    lost = np.zeros((5, 40), bool)
-    lost[3] = lost[:, 11] = True
-    np.testing.assert_array_equal(np.isnan(got), lost)
-    np.testing.assert_array_equal(got[~lost], clean[~lost])
+    is_nan = np.zeros((5, 40), bool)
+    is_nan[3] = is_nan[:, 11] = True
+    np.testing.assert_array_equal(np.isnan(got), is_nan)
+    np.testing.assert_array_equal(got[~is_nan], clean[~is_nan])
 
 
 def test_what_is_not_finite_in_bias_and_residual():

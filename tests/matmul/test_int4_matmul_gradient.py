@@ -345,8 +345,8 @@ def test_what_is_not_finite(gradient):
     if gradient == "e4m3":
         bad = tj.fireq.quantize_weight((normal((40, 200), 1) * 0.1).at[7, 3].set(jnp.inf))
         d_x, _ = e4m3_gradients(x, bad, bias, d_out, None)
-        lost = np.arange(200)[None] < 128 + np.zeros((6, 1))
-        np.testing.assert_array_equal(np.isnan(d_x), lost)
+        is_nan = np.arange(200)[None] < 128 + np.zeros((6, 1))
+        np.testing.assert_array_equal(np.isnan(d_x), is_nan)
 
 
 def test_transforms_in_e4m3():

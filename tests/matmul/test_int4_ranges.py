@@ -173,8 +173,8 @@ def test_an_output_scale_is_kept():
     assert (np.abs(np.asarray(weight.output_scale)[[0, 1, 2, 4]]) >= 2.0**-126).all()
     for row in (0, 1, 2, 4):
         unit = np.abs(want[row]).max()
-        lost = np.linalg.norm((values - want)[row] / unit)
-        assert lost < MOST_OF_A_ROW * np.linalg.norm(want[row] / unit)
+        loss = np.linalg.norm((values - want)[row] / unit)
+        assert loss < MOST_OF_A_ROW * np.linalg.norm(want[row] / unit)
     assert not values[3].any()
     assert np.isnan(values[5]).all()
 

@@ -173,10 +173,10 @@ def test_what_is_not_finite_stays_so(scale_dtype, bad):
     w = random_weight((6, 384)).at[1, 130].set(bad).at[5, 0].set(bad)
     weight = tj.fireq.quantize_weight(w, scale_dtype=scale_dtype)
     assert_equals_oracle(weight, w)
-    lost = np.isnan(tj.fireq.dequantize(weight))
+    is_nan = np.isnan(tj.fireq.dequantize(weight))
     want = np.zeros((6, 384), bool)
     want[1, 128:256] = want[5, :128] = True
-    np.testing.assert_array_equal(lost, want)
+    np.testing.assert_array_equal(is_nan, want)
 
 
 def test_the_largest_e4m3_scale():

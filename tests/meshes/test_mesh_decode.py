@@ -176,7 +176,7 @@ def test_pages_of_every_device():
     whole = paged.append(whole, key, value, tables, jnp.zeros(2, jnp.int32), new_lengths=lengths)
     wanted = paged_attention(query[:, -1:], whole, tables, lengths)
     np.testing.assert_allclose(out, wanted, rtol=0, atol=BOUND)
-    assert int(pool.lost) == 0
+    assert int(pool.dropped_tokens) == 0
 
 
 def test_parts_are_merged_as_merge_attention_does():

@@ -121,7 +121,7 @@ def test_tokens_past_the_end():
     fuller = jax.jit(paged.append)(layer, key[:, :5], value[:, :5])
     np.testing.assert_array_equal(fuller.lengths, [20, 8])
     np.testing.assert_array_equal(fuller.overflowed, [True, False])
-    assert int(fuller.pages.lost) == 0
+    assert int(fuller.pages.dropped_tokens) == 0
     # The second page of the first sequence has room for more than `max_length`: it stays empty.
     assert not np.any(np.asarray(fuller.pages.key[1, :, 4:]))
     # Nothing landed in the pages of the other sequence.

@@ -378,7 +378,9 @@ class FakeDevice:
                 logits[row, i] = logits_of(text[: length + i + 1])
         return caches, after, logits, counts, np.int32(0)
 
-    def accept(self, given, logits, slots, guesses, counts, lost, rows, *, kind, vocabulary):
+    def accept(
+        self, given, logits, slots, guesses, counts, dropped_tokens, rows, *, kind, vocabulary
+    ):
         del kind, vocabulary
         after, size = donated(given), logits.shape[1]
         shown = np.full((len(slots), size + 2), NOTHING)
@@ -395,7 +397,7 @@ class FakeDevice:
                 shown[row, 1] += 1
                 if i + 1 == size or token != guesses[row, i]:
                     break
-        return after, for_host([*shown.ravel(), lost])
+        return after, for_host([*shown.ravel(), dropped_tokens])
 
     # Pages to and from the host -------------------------------------------------------------------
 

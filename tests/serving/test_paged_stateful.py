@@ -246,7 +246,7 @@ class Model(stateful.RuleBasedStateMachine):
         held = set(self.prefixes._entries)
         held |= {page for sequence in self.numbers for page in self.pool.pages(sequence)}
         assert self.pool.num_free == PAGES - len(held)
-        assert int(self.cache.lost) == 0
+        assert int(self.cache.dropped_tokens) == 0
 
     @stateful.invariant()
     def every_sequence_reads_its_own_tokens(self):

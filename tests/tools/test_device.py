@@ -198,11 +198,11 @@ def test_a_gradient_in_float16_is_that_in_float32():
     value, exact = gradient("float32", 1.0)
     scale = finetune.Settings(context=32, batch_size=2 * more, precision="float16").loss_scale
     in_float16, grads = gradient("float16", scale)
-    _, lost = gradient("float16", 1.0)
+    _, unscaled = gradient("float16", 1.0)
     length = np.linalg.norm(exact)
     assert abs(in_float16 - value) < 2**-10 * value
     assert np.linalg.norm(grads - exact) < 0.01 * length
-    assert np.linalg.norm(lost - exact) > 0.1 * length
+    assert np.linalg.norm(unscaled - exact) > 0.1 * length
 
 
 @pytest.mark.fuzz

@@ -110,10 +110,10 @@ def test_continuations_are_those_of_generate_up_to_a_stop(model):
 
 
 def test_nan_is_no_answer(model):
-    lost = answering(dataclasses.replace(model, norm=model.norm * jnp.nan))
-    assert lost.score(encoded(PAIRS[:2])) == [(-math.inf, False)] * 2
-    assert lost.go_on([([1, 2, 3], [], 2)]) == [""]
-    assert lost.nan == 3
+    failing = answering(dataclasses.replace(model, norm=model.norm * jnp.nan))
+    assert failing.score(encoded(PAIRS[:2])) == [(-math.inf, False)] * 2
+    assert failing.go_on([([1, 2, 3], [], 2)]) == [""]
+    assert failing.nan == 3
 
 
 def test_long_texts_lose_their_beginning():

@@ -168,10 +168,19 @@ def _template(
 # Arrays ------------------------------------------------------------------------------------------
 
 
+# What fields were called when the first files were written.
+_STORED_AS = {"dropped_tokens": "lost"}
+
+
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """Every array by its place, such as ``key.codes.0``."""
+    """Every array by its place as files name it, such as ``key.codes.0``."""
     leaves, _ = jax.tree.flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+    found = {}
+    for path, x in leaves:
+        place = jax.tree_util.keystr(path, simple=True, separator=".")
+        *outer, field = place.split(".")
+        found[".".join([*outer, _STORED_AS.get(field, field)])] = x
+    return found
 
 
 def _field(name: str) -> str:

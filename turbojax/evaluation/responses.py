@@ -399,8 +399,8 @@ class Answering:
         for row, k in places:
             log_p, greedy = found[row][k]
             self.nan += log_p is None or math.isnan(log_p)
-            lost = log_p is None or math.isnan(log_p)
-            answers.append((-math.inf, False) if lost else (log_p, greedy))
+            has_failed = log_p is None or math.isnan(log_p)
+            answers.append((-math.inf, False) if has_failed else (log_p, greedy))
         return answers
 
     def go_on(self, asked: Sequence[tuple[Sequence[int], Sequence[str], int]]) -> list[str]:

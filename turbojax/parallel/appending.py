@@ -159,7 +159,7 @@ def append(
     changes = {"lengths": cache.lengths + accepted}
     changes["overflowed"] = cache.overflowed | (lengths > accepted)
     if isinstance(cache, PagedLayer):
-        changes["pages"] = dataclasses.replace(new.pages, lost=cache.pages.lost)
+        changes["pages"] = dataclasses.replace(new.pages, dropped_tokens=cache.pages.dropped_tokens)
     static = {
         field.name: getattr(cache, field.name)
         for field in dataclasses.fields(cache)
@@ -207,8 +207,8 @@ def append_to_pages(
     `lengths` are of all devices together; keys and values are the same on all devices of `axis`.
 
     Returns:
-      The device's pool. `lost` counts the tokens that are past the table, on all devices alike. One
-      without a page is left out and not counted: what attends to it gives NaN.
+      The device's pool. `dropped_tokens` counts the tokens that are past the table, on all devices
+      alike. One without a page is left out and not counted: what attends to it gives NaN.
     """
     checks.check_kind(cache, pool.PagedCache)
     batch, tokens = key.shape[:2]
@@ -228,8 +228,10 @@ def append_to_pages(
         new_lengths=count,
         implementation=implementation,
     )
-    lost = cache.lost + jnp.sum(jnp.maximum(new_lengths, 0) - accepted).astype(jnp.int32)
-    return dataclasses.replace(new, lost=lost)
+    dropped_tokens = cache.dropped_tokens + jnp.sum(jnp.maximum(new_lengths, 0) - accepted).astype(
+        jnp.int32
+    )
+    return dataclasses.replace(new, dropped_tokens=dropped_tokens)
 
 
 def _from(x: jax.Array, begin: jax.Array) -> jax.Array:

@@ -164,7 +164,7 @@ def pool(shape: Shape, page_size: int, kv_dtype: str) -> PagedCache:
         for name in ("key_scale", "value_scale")
         if getattr(cache, name) is not None
     }
-    return dataclasses.replace(cache, **arrays, **scales, lost=jnp.zeros((), jnp.int32))
+    return dataclasses.replace(cache, **arrays, **scales, dropped_tokens=jnp.zeros((), jnp.int32))
 
 
 def block_tables(shape: Shape, page_size: int) -> np.ndarray:

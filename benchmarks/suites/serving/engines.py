@@ -428,8 +428,8 @@ def measure_bare(model: Model, group: Group, case: Case) -> Row:
         pools, tokens, lengths = step(model, pools, tokens, lengths, tables)
     jax.block_until_ready((pools, tokens))
     decode_seconds = time.perf_counter() - begun
-    if lost := sum(int(pool.lost) for pool in pools):
-        raise ArithmeticError(f"{lost} tokens could not be stored")
+    if dropped_tokens := sum(int(pool.dropped_tokens) for pool in pools):
+        raise ArithmeticError(f"{dropped_tokens} tokens could not be stored")
     seconds, new = prompt_seconds + decode_seconds, group.requests * group.new
     return {
         "status": "ok",

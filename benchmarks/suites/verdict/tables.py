@@ -178,8 +178,8 @@ def worse(result: Result) -> list[list[str]]:
             for method in COMPRESSED:
                 for name, ratio in _speeds_over(rows, method).items():
                     if ratio < 1:
-                        lost = [METHODS[method], f"{words}, {place}", name]
-                        lines.append([*lost, f"{ratio:.2f}x the speed"])
+                        row = [METHODS[method], f"{words}, {place}", name]
+                        lines.append([*row, f"{ratio:.2f}x the speed"])
     return lines + _worse_texts(result)
 
 

@@ -237,7 +237,7 @@ def as_pages(cache: LatentCache) -> tuple[LatentPages, jax.Array]:
         latent=split(cache.latent),
         scale=None if cache.scale is None else split(cache.scale),
         rope=split(cache.rope),
-        lost=jnp.zeros((), jnp.int32),
+        dropped_tokens=jnp.zeros((), jnp.int32),
         kv_dtype=cache.kv_dtype,
         latent_dim=cache.latent_dim,
         dtype=cache.dtype,

@@ -48,8 +48,8 @@ class LatentPages(formats.Holder, Split):
       scale: float32 ``[P, page_size]``: a token's scale, or its norm; NaN where a latent was not
         finite. None for latents as they are.
       rope: ``[P, page_size, R]`` in `dtype`.
-      lost: int32 ``[]``, tokens that calls under `jit` could not store: no page, or past the block
-        table. Outside `jit` these are errors.
+      dropped_tokens: int32 ``[]``, tokens that calls under `jit` could not store: no page, or past
+        the block table. Outside `jit` these are errors.
       kv_dtype: one of `LATENT_DTYPES`.
       latent_dim: channels of the latent, `C`.
       dtype: of the queries, latents and rotary keys it takes.
@@ -59,7 +59,7 @@ class LatentPages(formats.Holder, Split):
     latent: jax.Array
     scale: jax.Array | None
     rope: jax.Array
-    lost: jax.Array
+    dropped_tokens: jax.Array
     kv_dtype: str = dataclasses.field(metadata={"static": True})
     latent_dim: int = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
@@ -69,7 +69,7 @@ class LatentPages(formats.Holder, Split):
         "latent": "PRC",
         "scale": "PR",
         "rope": "PRC",
-        "lost": "",
+        "dropped_tokens": "",
     }
     """The letter of every axis of every array, see `turbojax.sharding.axes`."""
 
@@ -102,7 +102,7 @@ class LatentPages(formats.Holder, Split):
         return 2 * (self.latent_dim + self.rope_dim) / self.token_bytes
 
     def validate(self) -> None:
-        """Checks shapes, dtypes and, outside `jit`, that `lost` is not negative.
+        """Checks shapes, dtypes and, outside `jit`, that `dropped_tokens` is not negative.
 
         Raises:
           ValueError: naming the field and what it breaks.
@@ -113,9 +113,11 @@ class LatentPages(formats.Holder, Split):
                 *sizes, kv_dtype=self.kv_dtype, dtype=self.dtype, seed=self.seed
             )
         )
-        checks.check_arrays(self, wanted, ("latent", "scale", "rope", "lost"))
-        if _checks.is_concrete(self.lost) and int(self.lost) < 0:
-            raise ValueError(f"cache.lost={int(self.lost)} must not be negative")
+        checks.check_arrays(self, wanted, ("latent", "scale", "rope", "dropped_tokens"))
+        if _checks.is_concrete(self.dropped_tokens) and int(self.dropped_tokens) < 0:
+            raise ValueError(
+                f"cache.dropped_tokens={int(self.dropped_tokens)} must not be negative"
+            )
 
 
 def init_latent_pages(
@@ -155,7 +157,7 @@ def init_latent_pages(
         widths = {"latent_dim": latent_dim, "rope_dim": rope_dim}
         return born(_without_heads, axes, Sizes(num_pages, page_size, 1), **widths, **given)
     fields = formats.empty((num_pages, page_size), latent_dim, rope_dim, kv_dtype, dtype, seed)
-    return LatentPages(lost=jnp.zeros((), jnp.int32), **fields)
+    return LatentPages(dropped_tokens=jnp.zeros((), jnp.int32), **fields)
 
 
 def _without_heads(num_pages: int, page_size: int, _: int, **static: Any) -> LatentPages:
@@ -187,7 +189,7 @@ def append_latents(
 
     Returns:
       The pool with the tokens. Under `jit`, a token without a page in the pool, past its block
-      table or at a negative position is dropped and counted in `lost`.
+      table or at a negative position is dropped and counted in `dropped_tokens`.
 
     Raises:
       TypeError: if `cache` is another kind, a dtype differs from `cache.dtype`, or tables or
@@ -257,7 +259,9 @@ def _append(
         for name, new in content._asdict().items()
         if new is not None
     }
-    return dataclasses.replace(cache, lost=cache.lost + place.lost, **arrays), content.scale
+    return dataclasses.replace(
+        cache, dropped_tokens=cache.dropped_tokens + place.dropped_tokens, **arrays
+    ), content.scale
 
 
 @jax.jit

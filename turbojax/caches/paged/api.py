@@ -133,8 +133,8 @@ def paged_attention(
         the query's dtype; with ``"fp8_e4m3"``, up to 128 channels, queries and weights in e4m3),
         ``"triton"`` (16-bit pages: weights in that dtype; pages in 8 bits or fewer: queries in
         float16 and weights in half precision), ``"xla"`` (float32), or None for the
-        first of them that can run this. In float16 weights below ``2**-25`` of the largest are
-        lost.
+        first of them that can run this. In float16 weights below ``2**-25`` of the largest
+        vanish.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:

@@ -46,7 +46,7 @@ def append(
     """
     from pallas_kernels.mosaic.hopper.paged import append as kernel
 
-    data, norms, lost = kernel.append(
+    data, norms, dropped_tokens = kernel.append(
         (key.reshape(-1, cache.head_dim), value.reshape(-1, cache.head_dim)),
         cache.rotation.signs if cache.formats.is_rotated else None,
         (_array(cache.key_scale), _array(cache.value_scale)),
@@ -55,7 +55,7 @@ def append(
         new_lengths,
         (cache.key, cache.value),
         (cache.key_norm, cache.value_norm),
-        cache.lost.reshape(1),
+        cache.dropped_tokens.reshape(1),
         settings(cache, key, block_tables.shape[1]),
     )
     place = writing.find_places(cache, key.shape[1], block_tables, lengths, new_lengths)
@@ -65,7 +65,7 @@ def append(
         value=data[1],
         key_norm=norms[0],
         value_norm=norms[1],
-        lost=lost.reshape(()),
+        dropped_tokens=dropped_tokens.reshape(()),
     )
     stored = writing.page_arrays(cache)
     return cache, {name: writing.read(pages, place) for name, pages in stored.items()}

@@ -178,8 +178,8 @@ def _beyond(x: jax.Array, stored: jax.Array) -> jax.Array:
     finite = jnp.all(jnp.isfinite(x), axis=-1)
     # Compared before a conversion, so exactly: NaN differs from itself.
     nan = jnp.isnan(stored.astype(jnp.float32))
-    lost = finite & (nan if nan.ndim == finite.ndim else jnp.any(nan, axis=-1))
-    return jnp.any(lost, axis=axes[:-1])
+    nonfinite = finite & (nan if nan.ndim == finite.ndim else jnp.any(nan, axis=-1))
+    return jnp.any(nonfinite, axis=axes[:-1])
 
 
 def _check_entries(pool: Pool, tables: np.ndarray, needed: np.ndarray) -> None:

@@ -147,10 +147,10 @@ def _attend(
         programs=multiprocessors(),
         out_dtype=options.out_dtype,
     )
-    keys, values, lost = cache.key, cache.value, None
+    keys, values, nonfinite = cache.key, cache.value, None
     starts = jnp.zeros_like(lengths) if window is None else lengths - query_lengths - window
     if _is_multiplied_in_8_bits(cache):
-        values, lost = turn.turn(values, block_tables, lengths, starts)
+        values, nonfinite = turn.turn(values, block_tables, lengths, starts)
     elif cache.kv_dtype != "auto":
         keys, values, block_tables = _expand(cache, block_tables, lengths, starts)
     factors = [_score_factor(options) * _scale_of(cache.key_scale), _scale_of(cache.value_scale)]
@@ -162,7 +162,7 @@ def _attend(
         lengths,
         query_lengths,
         jnp.stack(factors),
-        lost,
+        nonfinite,
         sinks,
         settings=settings,
     )

@@ -79,8 +79,8 @@ class PagedCache(Split):
       value_norm: as `key_norm`.
       key_scale: float32 ``[]`` for fp8; None otherwise.
       value_scale: as `key_scale`.
-      lost: int32 ``[]``, tokens that calls under `jit` could not store: no page, or past the block
-        table. Outside `jit` these are errors.
+      dropped_tokens: int32 ``[]``, tokens that calls under `jit` could not store: no page, or past
+        the block table. Outside `jit` these are errors.
       kv_dtype: one of `KV_DTYPES`.
       head_dim: channels of a head, `H`.
       dtype: dtype of the queries, keys and values it takes.
@@ -93,7 +93,7 @@ class PagedCache(Split):
     value_norm: jax.Array | None
     key_scale: jax.Array | None
     value_scale: jax.Array | None
-    lost: jax.Array
+    dropped_tokens: jax.Array
     kv_dtype: str = dataclasses.field(metadata={"static": True})
     head_dim: int = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
@@ -106,7 +106,7 @@ class PagedCache(Split):
         "value_norm": "PKR",
         "key_scale": "",
         "value_scale": "",
-        "lost": "",
+        "dropped_tokens": "",
     }
     """The letter of every axis of every array, see `turbojax.sharding.axes`."""
 
@@ -165,7 +165,7 @@ class PagedCache(Split):
         return polar.rotation(self.head_dim, self.seed)
 
     def validate(self) -> None:
-        """Checks shapes, dtypes and, outside `jit`, that scales are positive and `lost` is not < 0.
+        """Checks shapes, dtypes and, outside `jit`, that scales are positive, counts not < 0.
 
         Raises:
           ValueError: naming the field and what it breaks.
@@ -178,8 +178,10 @@ class PagedCache(Split):
             for name in ("key_scale", "value_scale"):
                 if (scale := getattr(self, name)) is not None:
                     _checks.check_positive(f"cache.{name}", float(scale))
-            if int(self.lost) < 0:
-                raise ValueError(f"cache.lost={int(self.lost)} must not be negative")
+            if int(self.dropped_tokens) < 0:
+                raise ValueError(
+                    f"cache.dropped_tokens={int(self.dropped_tokens)} must not be negative"
+                )
 
 
 def init_paged_cache(
@@ -279,7 +281,7 @@ def append(
 
     Returns:
       The pool with the tokens. Under `jit`, a token without a page in the pool, past its block
-      table or at a negative position is dropped and counted in `lost`, as are tokens that
+      table or at a negative position is dropped and counted in `dropped_tokens`, as are tokens that
       `new_lengths` promises beyond `T` (a negative one acts as 0).
 
     Raises:
@@ -408,7 +410,7 @@ def _empty(
         value_norm=jnp.zeros(rows, jnp.float16) if value.has_norm else None,
         key_scale=jnp.asarray(key_scale, jnp.float32) if key.has_scale else None,
         value_scale=jnp.asarray(value_scale, jnp.float32) if value.has_scale else None,
-        lost=jnp.zeros((), jnp.int32),
+        dropped_tokens=jnp.zeros((), jnp.int32),
         kv_dtype=kv_dtype,
         head_dim=head_dim,
         dtype=dtype,

@@ -26,7 +26,7 @@ def copy_pages(cache: PoolT, sources: jax.Array, destinations: jax.Array) -> Poo
 
     Returns:
       The pool with the copies. A pair with a -1 does nothing. Under `jit`, a pair with another
-      number outside the pool does nothing either, and `lost` counts its tokens.
+      number outside the pool does nothing either, and `dropped_tokens` counts its tokens.
 
     Raises:
       TypeError: if `cache` is another kind or the numbers are not integers.
@@ -72,7 +72,7 @@ def write_pages(cache: PoolT, pages: jax.Array, content: Mapping[str, jax.Array]
 
     Returns:
       The pool with the pages. Under `jit`, a number outside the pool other than -1 is not written,
-      and `lost` counts its tokens.
+      and `dropped_tokens` counts its tokens.
 
     Raises:
       TypeError: if `cache` is another kind, the numbers are not integers or a dtype differs.
@@ -119,7 +119,7 @@ def _read(cache: PoolT, pages: jax.Array) -> dict[str, jax.Array]:
 @jax.jit
 def _write(cache: PoolT, pages: jax.Array, content: dict[str, jax.Array]) -> PoolT:
     inside = (pages >= 0) & (pages < cache.num_pages)
-    lost = jnp.sum((pages != -1) & ~inside, dtype=jnp.int32) * cache.page_size
+    dropped_tokens = jnp.sum((pages != -1) & ~inside, dtype=jnp.int32) * cache.page_size
     # Dropped by the scatter, and no page named twice.
     nowhere = cache.num_pages + jnp.arange(pages.size, dtype=jnp.int32)
     pages = jnp.where(inside, pages, nowhere)
@@ -127,4 +127,6 @@ def _write(cache: PoolT, pages: jax.Array, content: dict[str, jax.Array]) -> Poo
         name: old.at[pages].set(content[name], mode="drop", unique_indices=True)
         for name, old in page_arrays(cache).items()
     }
-    return dataclasses.replace(cache, lost=cache.lost + lost, **arrays)
+    return dataclasses.replace(
+        cache, dropped_tokens=cache.dropped_tokens + dropped_tokens, **arrays
+    )

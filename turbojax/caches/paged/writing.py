@@ -14,13 +14,13 @@ from turbojax.caches.paged.checks import Pool
 class Places(NamedTuple):
     """The page and slot of each token of a call.
 
-    Tokens that are left out have distinct page numbers past the pool's end; `lost` counts those of
-    them that should be stored and have no place.
+    Tokens that are left out have distinct page numbers past the pool's end; `dropped_tokens` counts
+    those of them that should be stored and have no place.
     """
 
     page: jax.Array
     slot: jax.Array
-    lost: jax.Array
+    dropped_tokens: jax.Array
 
 
 def append(
@@ -58,9 +58,9 @@ def find_places(
     # named twice.
     nowhere = cache.num_pages + jnp.arange(page.size, dtype=jnp.int32).reshape(page.shape)
     page = jnp.where(wanted & has_page, page, nowhere)
-    lost = jnp.sum(wanted & ~has_page, dtype=jnp.int32)
-    lost = lost + jnp.sum(jnp.maximum(new_lengths - tokens, 0), dtype=jnp.int32)
-    return Places(page, slot, lost)
+    dropped_tokens = jnp.sum(wanted & ~has_page, dtype=jnp.int32)
+    dropped_tokens = dropped_tokens + jnp.sum(jnp.maximum(new_lengths - tokens, 0), dtype=jnp.int32)
+    return Places(page, slot, dropped_tokens)
 
 
 def page_arrays(cache: Pool) -> dict[str, jax.Array]:
@@ -91,7 +91,9 @@ def store(cache: Pool, content: Mapping[str, jax.Array], place: Places) -> Pool:
         .set(new, mode="drop", unique_indices=True)
         for name, new in content.items()
     }
-    return dataclasses.replace(cache, lost=cache.lost + place.lost, **arrays)
+    return dataclasses.replace(
+        cache, dropped_tokens=cache.dropped_tokens + place.dropped_tokens, **arrays
+    )
 
 
 def read(pages: jax.Array, place: Places) -> jax.Array:

@@ -129,11 +129,11 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
                 raise ValueError(f"{tensors[name].file} and {file} both hold {some([name])}")
             tensors[name] = stored
     if not (folder / WEIGHTS_NAME).is_file():
-        lost: dict[Path, list[str]] = {}
+        missing: dict[Path, list[str]] = {}
         for name, file in _read_index(folder).items():
             if name not in tensors or tensors[name].file != file:
-                lost.setdefault(file, []).append(name)
-        for file, names in lost.items():
+                missing.setdefault(file, []).append(name)
+        for file, names in missing.items():
             raise ValueError(f"{file} lacks {some(names)}, which {INDEX_NAME} places there")
     return tensors
 

@@ -416,7 +416,7 @@ class Device:
             guesses, there = speculation.look_up(
                 self._state, slots, count=how.tokens, longest=how.longest, shortest=how.shortest
             )
-        self.caches, self._state, logits, counts, lost = speculation.verify(
+        self.caches, self._state, logits, counts, dropped_tokens = speculation.verify(
             self._decoder, self.caches, self._state, slots, table, guesses, there, **static
         )
         self._state, found = speculation.accept(
@@ -425,7 +425,7 @@ class Device:
             slots,
             guesses,
             counts,
-            lost,
+            dropped_tokens,
             rows,
             kind=kind,
             vocabulary=self._vocabulary,

@@ -261,8 +261,10 @@ def verify(
         logits, caches = _pass(
             decoder, caches, state, slots, tokens, lengths + counts, counts, windows, implementation
         )
-        lost = [caches[layers[0]].lost for layers in layers_of(decoder.config, windows)]
-        return caches, state, logits, counts, jnp.sum(jnp.stack(lost))
+        dropped_tokens = [
+            caches[layers[0]].dropped_tokens for layers in layers_of(decoder.config, windows)
+        ]
+        return caches, state, logits, counts, jnp.sum(jnp.stack(dropped_tokens))
 
     held, same = pool_specs(caches, decoder.axes), SAME
     of_logits = vocabulary_of(decoder).spec(3)
@@ -280,7 +282,7 @@ def accept(
     slots: jax.Array,
     guesses: jax.Array,
     counts: jax.Array,
-    lost: jax.Array,
+    dropped_tokens: jax.Array,
     rows: SamplingRows,
     *,
     kind: Kind,
@@ -288,10 +290,11 @@ def accept(
 ) -> tuple[State, jax.Array]:
     """Accepts guesses as long as they are what is chosen, and chooses one token more.
 
-    `logits`, `counts` and `lost` are what `verify` returned, `guesses` int32 ``[R, k]``; the
-    `index` of `rows` is ignored, `vocabulary` is as in `sampler.choose`, and `state` is donated.
-    Returns the new state and int32 ``[R * (k + 3) + 1]``: for each row how many tokens were fed,
-    how many are new, and k + 1 tokens, of which the new ones come first; then `lost`.
+    `logits`, `counts` and `dropped_tokens` are what `verify` returned, `guesses` int32 ``[R, k]``;
+    the `index` of `rows` is ignored, `vocabulary` is as in `sampler.choose`, and `state` is
+    donated. Returns the new state and int32 ``[R * (k + 3) + 1]``: for each row how many tokens
+    were fed, how many are new, and k + 1 tokens, of which the new ones come first; then
+    `dropped_tokens`.
     """
     note_traced()
     given = Vocabulary(logits.shape[2]) if vocabulary is None else vocabulary
@@ -302,7 +305,7 @@ def accept(
         slots: jax.Array,
         guesses: jax.Array,
         counts: jax.Array,
-        lost: jax.Array,
+        dropped_tokens: jax.Array,
         rows: SamplingRows,
     ) -> tuple[State, jax.Array]:
         tokens = _sampled(logits, state, slots, rows, kind, given)
@@ -321,13 +324,13 @@ def accept(
         )
         numbers = jnp.stack([counts, new], axis=1)
         shown = jnp.concatenate([numbers, jnp.where(is_new, tokens, NOTHING)], axis=1)
-        return state, jnp.concatenate([shown.ravel(), lost[None]])
+        return state, jnp.concatenate([shown.ravel(), dropped_tokens[None]])
 
     same = SAME
     specs = (same, given.spec(3), *[same] * 5)
     accepted: tuple[State, jax.Array]
     accepted = run_on(run, given.axes, specs, (same, same))(
-        state, logits, slots, guesses, counts, lost, rows
+        state, logits, slots, guesses, counts, dropped_tokens, rows
     )
     return accepted
 

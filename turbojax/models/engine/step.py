@@ -183,14 +183,14 @@ def segments_of(slots: jax.Array, positions: jax.Array) -> jax.Array:
 class DenseTokens:
     """Queries, keys and values with zeros in place of what is not finite, and where that matters.
 
-    They are ``[1, N, heads, H]`` and ``[1, N, K, H]``. `lost` bool ``[N]`` marks tokens that see
-    something that is not finite in their own segment; `segments` are as in `segments_of`.
+    They are ``[1, N, heads, H]`` and ``[1, N, K, H]``. `sees_nonfinite` bool ``[N]`` marks tokens
+    that see something that is not finite in their own segment; `segments` are as in `segments_of`.
     """
 
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    lost: jax.Array
+    sees_nonfinite: jax.Array
     segments: jax.Array
 
     @staticmethod
@@ -211,8 +211,8 @@ class DenseTokens:
         return DenseTokens(query, key, value, count > before, segments)
 
     def spoiled(self, out: jax.Array) -> jax.Array:
-        """Results ``[N, heads, H]``, NaN where they are lost."""
-        return jnp.where(self.lost[:, None, None], jnp.nan, out)
+        """Results ``[N, heads, H]``, NaN where `sees_nonfinite`."""
+        return jnp.where(self.sees_nonfinite[:, None, None], jnp.nan, out)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "options", "implementation"))
@@ -223,7 +223,7 @@ def attend_densely(
     modifiers: ScoreModifiers,
     implementation: str | None,
 ) -> jax.Array:
-    """Causal attention of each segment's tokens among themselves, without meaning where `lost`.
+    """Causal attention of each segment's tokens, without meaning where they `sees_nonfinite`.
 
     Of `implementation`, that of attention to pages, only ``"xla"`` is followed.
     """
@@ -363,8 +363,8 @@ def run_step(
         rows = greedy_rows(len(work.outputs))
         chosen = vocabulary_of(decoder).sample(logits, rows, "greedy")
         state = gone_on(state, work, chosen)
-        lost = count_lost(decoder, caches, windows)
-        return caches, state, logits, jnp.concatenate([chosen, lost[None]])
+        dropped_tokens = count_lost(decoder, caches, windows)
+        return caches, state, logits, jnp.concatenate([chosen, dropped_tokens[None]])
 
     held, of_logits = pool_specs(caches, decoder.axes), vocabulary_of(decoder).spec(2)
     results = (held, SAME, of_logits, SAME)
@@ -397,8 +397,10 @@ def count_lost(decoder: Decoder | QuantizedDecoder, caches: Pools, windows: Wind
 
     All layers of a group write to the same places, so that one of them counts for all.
     """
-    lost = [caches[layers[0]].lost for layers in layers_of(decoder.config, windows)]
-    return jnp.sum(jnp.stack(lost))
+    dropped_tokens = [
+        caches[layers[0]].dropped_tokens for layers in layers_of(decoder.config, windows)
+    ]
+    return jnp.sum(jnp.stack(dropped_tokens))
 
 
 def without_those_that_are_done(work: Any, state: State) -> Any:

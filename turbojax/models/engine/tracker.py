@@ -161,7 +161,7 @@ class RequestTracker:
         self._counts.wait_seconds += time.perf_counter() - begun
         # Counted in one layer of each group: all its layers write to the same places.
         if found[-1]:
-            raise AssertionError(f"the pool lost {found[-1]} tokens: a page was missing")
+            raise AssertionError(f"the pool dropped {found[-1]} tokens: a page was missing")
         if step.more:
             self._collect_several(step, found[:-1].reshape(-1, step.more + 3).tolist())
             return

@@ -168,7 +168,7 @@ class Weights:
     totals: list[Float]  # this lane's part of the sums of weights
     # Whether a tile's query sees any token of the block; None if all see all.
     seen: list[lane.Bool] | None
-    lost: list[Float]  # NaN where the scale of the scores is, 0 elsewhere
+    nan_terms: list[Float]  # NaN where the scale of the scores is, 0 elsewhere
 
 
 def softmax(
@@ -182,7 +182,7 @@ def softmax(
     is_masked: bool,
 ) -> Weights:
     """A block's softmax relative to its own maximum, weights rounded (see `decode_reference`)."""
-    words, maxima, totals, seen, lost = [], [], [], [], []
+    words, maxima, totals, seen, nan_terms = [], [], [], [], []
     for tile, integers in enumerate(products):
         factor = query.scale[tile] * key_scale
         x, slope = [s.to_float() for s in integers], factor
@@ -210,9 +210,9 @@ def softmax(
             p = [v.where(w, 0.0) for v, w in zip(visible, p, strict=True)]
         maxima.append(top)
         totals.append(lane.tree(p, operator.add))
-        lost.append(nan)
+        nan_terms.append(nan)
         words.append([_pack(p[i : i + 4], here, n) for i in range(0, len(p), 4)])
-    return Weights(words, maxima, totals, seen or None, lost)
+    return Weights(words, maxima, totals, seen or None, nan_terms)
 
 
 def _visible(
@@ -287,7 +287,7 @@ def add_block(
         if weights.seen is not None:
             shift = (new > float("-inf")).where(new, 0.0)
         alpha, factor = n.exact_exp(state.maxima[tile] - shift), n.exact_exp(top - shift)
-        total = lane.fma(weights.totals[tile], factor, weights.lost[tile])
+        total = lane.fma(weights.totals[tile], factor, weights.nan_terms[tile])
         totals.append(lane.fma(state.totals[tile], alpha, total))
         factor = factor * value_scale * (n.largest / INT8_RANGE)
         if weights.seen is not None:

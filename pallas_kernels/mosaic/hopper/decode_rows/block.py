@@ -239,7 +239,7 @@ class Weights:
     words: list[list[list[Int]]]
     maxima: list[Float]  # of the rows, ``-inf`` where nothing is seen
     totals: list[Float]  # this lane's part of the sums of weights
-    lost: list[Float]  # NaN where the scale of the scores is, 0 elsewhere
+    nan_terms: list[Float]  # NaN where the scale of the scores is, 0 elsewhere
 
 
 def softmax(
@@ -277,14 +277,14 @@ def softmax(
     if team.size > 1:
         others = team.others(tops, here)
         tops = [lane.maximum(a, b) for a, b in zip(tops, others, strict=True)]
-    maxima, totals, lost = [], [], []
+    maxima, totals, nan_terms = [], [], []
     codes: list[list[Int]] = []
     for row, (x, top) in enumerate(zip(scores, tops, strict=True)):
         factor = queries.scale(row, here) * key_scale
         y, top, nan = _arguments(x, top, factor, is_masked, n)
         p = [n.exp(v) for v in y]
         maxima.append(top)
-        lost.append(nan)
+        nan_terms.append(nan)
         totals.append(lane.tree(p, operator.add))
         codes.append([_pair(p[k : k + 2], n) for k in range(0, len(p), 2)])
     words = [
@@ -294,7 +294,7 @@ def softmax(
         ]
         for tile in range(0, len(codes), 2)
     ]
-    return Weights(team.all_words(words, here), maxima, totals, lost)
+    return Weights(team.all_words(words, here), maxima, totals, nan_terms)
 
 
 def _arguments(
@@ -357,7 +357,7 @@ def add_block(
         new = lane.maximum(state.maxima[i], top)
         shift = (new > float("-inf")).where(new, 0.0)
         alpha, factor = n.exact_exp(state.maxima[i] - shift), n.exact_exp(top - shift)
-        total = lane.fma(weights.totals[i], factor, weights.lost[i])
+        total = lane.fma(weights.totals[i], factor, weights.nan_terms[i])
         totals.append(lane.fma(state.totals[i], alpha, total))
         # A block of which a row sees nothing must not reach it, not even as 0 * NaN.
         factors.append(top.equals(float("-inf")).where(0.0, factor * unit))

@@ -50,7 +50,7 @@ from pallas_kernels.mosaic.hopper.latent.tiles import (
     place,
     settings,
 )
-from pallas_kernels.mosaic.hopper.paged_prompt import lost
+from pallas_kernels.mosaic.hopper.paged_prompt import nonfinite
 from pallas_kernels.mosaic.hopper.paged_prompt.expand import BYTE_OFFSET, Codec, centroids
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import pieces
 from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
@@ -215,7 +215,7 @@ class Memory(NamedTuple):
     rope: Ref
     p: Ref
     factor: Ref
-    lost: Ref
+    nonfinite: Ref
     q_ready: Ref
     q_free: Ref
     ready: Ref
@@ -235,7 +235,7 @@ def memory(x: Inputs, s: Settings) -> Memory:
         rope=ring.tile((STAGES, TILE, ROPE), dtype),
         p=ring.tile((HALVES, ROWS, TILE // HALVES), dtype),
         factor=plgpu.SMEM((ROWS,), jnp.float32),
-        lost=lost.memory(HALVES),
+        nonfinite=nonfinite.memory(HALVES),
         q_ready=plgpu.Barrier(num_arrivals=1 + HALVES),
         q_free=plgpu.Barrier(),
         ready=plgpu.Barrier(num_arrivals=arrivals, num_barriers=STAGES),
@@ -357,7 +357,7 @@ def _hide(
     """
     count = work.length - j * TILE
     for i in range(HALVES):
-        lost.clean(y.latent.at[slot, i], y.lost.at[i], count)
+        nonfinite.clean(y.latent.at[slot, i], y.nonfinite.at[i], count)
     plgpu.commit_smem()
     last = work.token_of() + (work.begin - j * TILE)
     key = ring.along(ring.iota(COLUMN, TILE), scores.shape, 1)
@@ -365,8 +365,8 @@ def _hide(
     if s.window is not None:
         first = last - s.window
         seen = seen & (key >= ring.along(first, scores.shape, 0))
-    words = [y.lost[0, i] | y.lost[1, i] for i in range(TILE // lost.BITS)]
-    return lost.spoil(jnp.where(seen, scores, -jnp.inf), words, first, last)
+    words = [y.nonfinite[0, i] | y.nonfinite[1, i] for i in range(TILE // nonfinite.BITS)]
+    return nonfinite.spoil(jnp.where(seen, scores, -jnp.inf), words, first, last)
 
 
 def _attend(

@@ -101,7 +101,7 @@ class Arrays:
     new_lengths: Pointer  # int32 ``[B]``
     signs: Pointer | None  # float32 ``[H]``, the rotation's, if there are codes
     sides: tuple[Side, ...]
-    lost: Pointer  # int32 ``[]``
+    dropped_tokens: Pointer  # int32 ``[]``
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ class Place:
 
     index: Int  # among the pool's vectors
     kept: Bool  # whether it is stored there
-    lost: Bool  # whether it should be stored and has no place
+    is_dropped: Bool  # whether it should be stored and has no place
     # Tokens that are announced but not in the call, counted at one vector of each sequence.
     promised: Int
 
@@ -124,7 +124,7 @@ def append(
     new_lengths: jax.Array,
     data: tuple[jax.Array, jax.Array],
     norms: tuple[jax.Array | None, jax.Array | None],
-    lost: jax.Array,
+    dropped_tokens: jax.Array,
     s: Settings,
 ) -> tuple[list[jax.Array], list[jax.Array | None], jax.Array]:
     """Stores tokens, and counts those without a page in the pool.
@@ -133,11 +133,12 @@ def append(
     `data` ``[P, K, page_size, W]`` and `norms` float16 ``[P, K, page_size]`` or None. `signs` are
     float32 ``[H]`` if there are codes. int32: `block_tables` ``[B, entries]``; `lengths` ``[B]``,
     tokens held before; `new_lengths` ``[B]``, how many of the `T` tokens are stored, the first
-    ones; `lost` ``[1]``. Returns data, norms and `lost`, in their own memory if they were donated.
+    ones; `dropped_tokens` ``[1]``. Returns data, norms and `dropped_tokens`, in their own memory if
+    they were donated.
     """
     optional = (signs, *scales)
     inputs = [block_tables, lengths, new_lengths, *vectors, *_there(optional)]
-    arrays = [*data, *_there(norms), lost]
+    arrays = [*data, *_there(norms), dropped_tokens]
     given = tuple(x is not None for x in (*optional, *norms))
 
     def body(pointers: list[Pointer], ids: list[Int]) -> None:
@@ -191,7 +192,7 @@ def write(a: Arrays, side: int, warp: Int, number: Int, s: Settings) -> None:
     for words, at in zip(loaded, places, strict=True):
         store(words, at)
         if side == 0:
-            _count(a.lost, at, place)
+            _count(a.dropped_tokens, at, place)
 
 
 def _load(vectors: Pointer, row: Int, place: Int, s: Settings) -> list[Int]:
@@ -225,11 +226,11 @@ def find(a: Arrays, row: Int, s: Settings) -> Place:
     return Place(index, wanted & has_page, wanted & ~has_page & is_first, promised)
 
 
-def _count(lost: Pointer, at: Place, place: Int) -> None:
+def _count(dropped_tokens: Pointer, at: Place, place: Int) -> None:
     """Counts tokens that have no place; one lane of one vector of each token does it."""
-    number = at.promised + at.lost.where(lane.integer(1), 0)
+    number = at.promised + at.is_dropped.where(lane.integer(1), 0)
     with lane.when(place.equals(0) & (number > 0)):
-        lost.add(number)
+        dropped_tokens.add(number)
 
 
 def _writer(a: Arrays, side: int, place: Int, s: Settings) -> "functools.partial[None]":

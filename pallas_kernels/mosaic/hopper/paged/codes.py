@@ -82,10 +82,10 @@ class Mixed:
         slot: Pointer,
         weights: list[list[Float]],
         visible: list[list[lane.Bool]],
-        lost: list[Int],
+        nonfinite: list[Int],
         here: Place,
     ) -> list[list[Float]]:
-        del lost
+        del nonfinite
         norms = self.norms(1, slot, here)
         operands = []
         for p, seen in zip(weights, visible, strict=True):

@@ -48,7 +48,7 @@ class Floats(abc.ABC):
         """Yields operand words, two channels at a time, in the order of `channel`."""
 
     @abc.abstractmethod
-    def lost(self, word: Int) -> Int:
+    def nonfinite(self, word: Int) -> Int:
         """Positive if a number in a word is not finite, else 0."""
 
     @property
@@ -72,15 +72,17 @@ class Floats(abc.ABC):
             is_mixed = is_mixed | (begin < last - self.s.window[0])
         words = max(1, self.s.block // 32)
 
-        def prepare(_: Int, lost: list[Int]) -> list[Int]:
-            lost = []
+        def prepare(_: Int, nonfinite: list[Int]) -> list[Int]:
+            nonfinite = []
             for i in range(words):
                 token = (here.number + 32 * i) & (self.s.block - 1)
-                is_lost = self._clear(values.at(token * self.row), begin + token >= at.length, here)
-                lost.append(lane.ballot(is_lost))
+                is_nonfinite = self._clear(
+                    values.at(token * self.row), begin + token >= at.length, here
+                )
+                nonfinite.append(lane.ballot(is_nonfinite))
             lane.publish_stores()
             lane.warp_barrier()
-            return lost
+            return nonfinite
 
         zero = lane.integer(0)
         once = is_mixed.where(lane.integer(1), 0)
@@ -91,23 +93,23 @@ class Floats(abc.ABC):
         count = self.row // 16
         # Rows begin in the same bank, so each lane begins elsewhere in its own.
         places = [row.at(((here.number + i) & (count - 1)) << 4) for i in range(count)]
-        found = [self.lost(word) for place in places for word in place.words(4)]
-        is_lost = functools.reduce(lambda a, b: a | b, found) > 0
-        with lane.when(is_lost | is_past):
+        found = [self.nonfinite(word) for place in places for word in place.words(4)]
+        is_nonfinite = functools.reduce(lambda a, b: a | b, found) > 0
+        with lane.when(is_nonfinite | is_past):
             for place in places:
                 place.store_words([lane.integer(0)] * 4)
-        return is_lost
+        return is_nonfinite
 
     def weighted(
         self,
         slot: Pointer,
         weights: list[list[Float]],
         visible: list[list[lane.Bool]],
-        lost: list[Int],
+        nonfinite: list[Int],
         here: Place,
     ) -> list[list[Float]]:
         zero, nan = lane.number(0.0), lane.number(float("nan"))
-        starts = [self._sees(lost, seen, here).where(nan, 0.0) for seen in visible]
+        starts = [self._sees(nonfinite, seen, here).where(nan, 0.0) for seen in visible]
         operands = [self._weight_operands(w, here) for w in weights]
         out: list[list[Float]] = [[] for _ in weights]
         for rows in self.value_rows(slot.at(self.s.block * self.row), here):
@@ -116,10 +118,12 @@ class Floats(abc.ABC):
                 out[tile] += [c[2 * j] + c[2 * j + 1] for j in (0, 1)]
         return out
 
-    def _sees(self, lost: list[Int], seen: list[lane.Bool], here: Place) -> lane.Bool:
+    def _sees(self, nonfinite: list[Int], seen: list[lane.Bool], here: Place) -> lane.Bool:
         """Whether a query sees any of the tokens whose bits are set."""
         first = here.g * self.s.held
-        bits = lost[0] if len(lost) == 1 else (here.g < 4).where(lost[0], lost[1])
+        bits = (
+            nonfinite[0] if len(nonfinite) == 1 else (here.g < 4).where(nonfinite[0], nonfinite[1])
+        )
         bits = bits >> (first & 31)
         found = [mask.where((bits >> (here.odd ^ i)) & 1, 0) for i, mask in enumerate(seen)]
         hit = functools.reduce(lambda a, b: a | b, found)
@@ -168,7 +172,7 @@ class Fp8(Floats):
         zero = lane.number(0.0)
         return [is_high.where(high, low) for low, high in pairs], (zero, zero), zero, top
 
-    def lost(self, word: Int) -> Int:
+    def nonfinite(self, word: Int) -> Int:
         smallest = 0x7F if self.s.kind == "fp8_e4m3" else 0x7C
         carried = (word & 0x7F7F7F7F) + (128 - smallest) * 0x01010101
         return (carried >> 7) & 0x01010101
@@ -234,7 +238,7 @@ class Plain(Floats):
         first, turn = row.at(here.t << 4), here.g & 1
         return [w for i in range(self.row // _RUN) for w in first.at((turn ^ i) * _RUN).words(4)]
 
-    def lost(self, word: Int) -> Int:
+    def nonfinite(self, word: Int) -> Int:
         smallest = 0x7F80 if self.s.kind == "bfloat16" else 0x7C00
         carried = (word & 0x7FFF7FFF) + (0x8000 - smallest) * 0x00010001
         return (carried >> 15) & 0x00010001

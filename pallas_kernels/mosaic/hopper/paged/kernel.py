@@ -228,7 +228,7 @@ def _attend(
 ) -> State:
     """The state of one block: `place` is its place in shared memory, and its first token."""
     slot, begin = place
-    lost = products.unseen(slot, begin, at, here)
+    nonfinite = products.unseen(slot, begin, at, here)
     weights, masks, maxima, totals = [], [], [], []
     first = begin + here.g * s.held
     for tile, x in enumerate(products.scores(slot, query, here)):
@@ -245,7 +245,7 @@ def _attend(
         masks.append(seen)
         maxima.append(top)
         totals.append(lane.reduce_lanes(lane.tree(p, operator.add), operator.add, (4, 8, 16)))
-    outputs = products.weighted(slot, weights, masks, lost, here)
+    outputs = products.weighted(slot, weights, masks, nonfinite, here)
     return State(outputs, maxima, totals)
 
 

@@ -114,11 +114,11 @@ class Scaled(abc.ABC):
         slot: Pointer,
         weights: list[list[Float]],
         visible: list[list[lane.Bool]],
-        lost: list[Int],
+        nonfinite: list[Int],
         here: Place,
     ) -> list[list[Float]]:
         """``weights x values`` over `OUTPUT_UNIT`, for each tile's query `t`."""
-        del lost
+        del nonfinite
         scales = self.scales(1, slot, here)
         operands, factors, starts = [], [], []
         for p, seen in zip(weights, visible, strict=True):

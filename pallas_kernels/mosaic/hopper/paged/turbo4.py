@@ -82,10 +82,10 @@ class Turbo4:
         slot: Pointer,
         weights: list[list[Float]],
         visible: list[list[lane.Bool]],
-        lost: list[Int],
+        nonfinite: list[Int],
         here: Place,
     ) -> list[list[Float]]:
-        del lost
+        del nonfinite
         row = self.s.row_bytes(self.head_dim)
         norms = self.norms(slot.at(2 * self.s.block * row + 2 * self.s.block), here)
         operands = []

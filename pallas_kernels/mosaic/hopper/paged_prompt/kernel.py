@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import LOG2_E, Ref
 from pallas_kernels.mosaic import ring
-from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
+from pallas_kernels.mosaic.hopper.paged_prompt import join, nonfinite
 from pallas_kernels.mosaic.hopper.paged_prompt.products import Eight, Sixteen
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
     Inputs,
@@ -59,7 +59,7 @@ class Memory(NamedTuple):
     q: Ref
     k: Ref
     v: Ref
-    lost: Ref
+    known_nonfinite: Ref
     out: Ref
     lse: Ref
     q_ready: Ref
@@ -94,7 +94,7 @@ def memory(x: Inputs, out: Ref, s: Settings) -> Memory:
         q=ring.tile((queries, ROWS, head_dim), x.q.dtype),
         k=ring.tile((s.stages, tile, head_dim), x.k.dtype),
         v=ring.tile((s.stages, *(x.v.shape[2:] if x.is_turned else (tile, head_dim))), x.v.dtype),
-        lost=lost.memory(s.stages),
+        known_nonfinite=nonfinite.memory(s.stages),
         out=ring.tile((*rows, width), out.dtype),
         lse=plgpu.SMEM(rows, jnp.float32),
         q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=queries),
@@ -202,7 +202,7 @@ def _copy_keys(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -
             return ring.next_slot(slot, s.stages)
         _copy_tile(pages, work, j, x.v, y.v.at[slot], y.v_here)
         plgpu.barrier_wait(y.v_here)
-        lost.clean(y.v.at[slot], y.lost.at[slot], work.length - j * tile)
+        nonfinite.clean(y.v.at[slot], y.known_nonfinite.at[slot], work.length - j * tile)
         plgpu.commit_smem()
         for _ in range(arrivals):
             plgpu.barrier_arrive(ready)
@@ -279,11 +279,11 @@ def _attend(
         last = work.token_of(me) + (work.begin - j * tile)
         return last, None if s.window is None else last - s.window
 
-    def lost_of(j: jax.Array, slot: jax.Array) -> list[jax.Array]:
-        words = range(tile // lost.BITS)
-        if x.lost is None:
-            return [y.lost[slot, i] for i in words]
-        return [x.lost[work.turned(j, x), work.h, i] for i in words]
+    def nonfinite_of(j: jax.Array, slot: jax.Array) -> list[jax.Array]:
+        words = range(tile // nonfinite.BITS)
+        if x.nonfinite is None:
+            return [y.known_nonfinite[slot, i] for i in words]
+        return [x.nonfinite[work.turned(j, x), work.h, i] for i in words]
 
     def step(j: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
         o, m, l, slot = carry
@@ -308,7 +308,7 @@ def _attend(
         if is_edge:
             last, first = seen_of(j)
             first = jnp.zeros_like(last) if first is None else first
-            o = lost.spoil(o, lost_of(j, slot), first, last)
+            o = nonfinite.spoil(o, nonfinite_of(j, slot), first, last)
         plgpu.barrier_arrive(y.v_free.at[slot])
         return o, m, l, following
 
@@ -436,7 +436,7 @@ def attention(
     lengths: jax.Array,
     query_lengths: jax.Array,
     factors: jax.Array,
-    lost_values: jax.Array | None = None,
+    nonfinite_values: jax.Array | None = None,
     sinks: jax.Array | None = None,
     *,
     settings: Settings,
@@ -445,7 +445,7 @@ def attention(
 
     `q` is bfloat16 or float16 ``[B, T, N, H]``, `T` a multiple of 8, `H` 64, 128 or 256; `k` and
     `v` are ``[P, K, page_size, H]`` of that dtype, or keys in float8_e4m3fn; pages have 16, 32, 64
-    or 128 tokens. With e4m3 keys `H` is 64 or 128, and `v` and `lost_values` are `turn.turn`'s
+    or 128 tokens. With e4m3 keys `H` is 64 or 128, and `v` and `nonfinite_values` are `turn.turn`'s
     results.
 
     int32: `tables` ``[B, max_pages]``, all within the pool; `lengths` ``[B]``, tokens held,
@@ -460,9 +460,9 @@ def attention(
     if settings.group != 1:
         raise ValueError(f"{settings.group=} must be 1: it follows from the heads")
     extra: tuple[jax.Array, ...] = ()
-    if lost_values is not None:
-        some = lost_values.reshape(len(q), -1, *lost_values.shape[1:]) != 0
-        extra = lost_values, jnp.any(some, axis=(1, 3)).astype(jnp.int32)
+    if nonfinite_values is not None:
+        some = nonfinite_values.reshape(len(q), -1, *nonfinite_values.shape[1:]) != 0
+        extra = nonfinite_values, jnp.any(some, axis=(1, 3)).astype(jnp.int32)
     if sinks is not None:
         extra = *extra, sinks * LOG2_E
         settings = dataclasses.replace(settings, has_sinks=True)

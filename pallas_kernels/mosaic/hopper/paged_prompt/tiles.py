@@ -74,14 +74,14 @@ class Inputs(NamedTuple):
     query_lengths: Ref
     factors: Ref
     parts: Ref
-    lost: Ref | None = None
-    has_lost: Ref | None = None
+    nonfinite: Ref | None = None
+    has_nonfinite: Ref | None = None
     sinks: Ref | None = None
 
     @property
     def is_turned(self) -> bool:
         """Whether values are e4m3 tiles of `turn.turn`, with their tokens side by side."""
-        return self.lost is not None
+        return self.nonfinite is not None
 
 
 class Span(NamedTuple):
@@ -155,9 +155,9 @@ class Work:
             first, last = (lax.div(row, jnp.int32(s.group)) for row in (first, last))
         last = jnp.where(self.first < real, self.begin + last, -1)
         self.tiles = span(self.begin + first, last, tile_tokens(x.q.shape[3]), s.window)
-        if x.has_lost is not None:
-            # Wherever values were lost, rows that see them must become NaN.
-            is_whole = x.has_lost[self.b, self.h] == 0
+        if x.has_nonfinite is not None:
+            # Wherever values were not finite, rows that see them must become NaN.
+            is_whole = x.has_nonfinite[self.b, self.h] == 0
             begin, inner, outer, end = self.tiles
             inner, outer = (jnp.where(is_whole, at, begin) for at in (inner, outer))
             self.tiles = Span(begin, inner, outer, end)

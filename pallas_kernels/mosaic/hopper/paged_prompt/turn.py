@@ -7,7 +7,7 @@ Target: 30 us, beside 700 us of attention of 1,024 queries. Seen: 18 us.
 A program turns a tile of 128 tokens of one head by way of shared memory. Tokens are permuted within
 groups of 16: place ``4 t + r`` holds token ``2 t + r`` (`r` < 2) or ``8 + 2 t + r - 2``. Thread `t`
 of four holds these columns of the scores, so that weights need not change threads. Values that are
-not finite become 0, and bits say whose they were, as in `lost`.
+not finite become 0, and bits say whose they were, as in `nonfinite`.
 """
 
 import functools
@@ -32,11 +32,11 @@ _STRIDE = TILE // 4 + 1
 def _body(arrays: list[Pointer], ids: list[Int], *, shape: tuple[int, ...]) -> None:
     kv_heads, page_size, head_dim, max_pages, tiles = shape
     tile, head, b = ids
-    tables, lengths, starts, value, out, lost, shared = arrays
+    tables, lengths, starts, value, out, nonfinite, shared = arrays
     length, start = (x.at(b * 4).word() for x in (lengths, starts))
     begin, thread = tile * TILE, lane.special("tid.x") & (_THREADS - 1)
     number = (b * tiles + tile) * kv_heads + head
-    found, told = shared.at(4 * head_dim * _STRIDE), lost.times(number, 4 * _WORDS)
+    found, told = shared.at(4 * head_dim * _STRIDE), nonfinite.times(number, 4 * _WORDS)
     is_word, zero = thread < _WORDS, lane.integer(0)
     is_needed = (begin < length) & (begin + TILE > start)
     with lane.when(~is_needed & is_word):
@@ -75,23 +75,23 @@ def _turn_group(
 ) -> None:
     """Turns a group of 16 tokens by a warp: a lane turns words of four channels of four tokens.
 
-    It copies values from `rows` to `shared`, and the bits of lost tokens to `found`. `group` is
-    which of the tile's groups it is, `count` how many tokens exist, `number` the lane's.
+    It copies values from `rows` to `shared`, and the bits of tokens that are not finite to `found`.
+    `group` is which of the tile's groups it is, `count` how many tokens exist, `number` the lane's.
     """
     column, quarter = number & 7, number >> 3
     tokens = [quarter * 2 + i for i in (0, 1, 8, 9)]
-    is_lost = [lane.integer(0)] * 4
+    is_nonfinite = [lane.integer(0)] * 4
     for first in range(0, head_dim // 4, 8):
         words = [rows.at(t * head_dim, (column + first) * 4).word() for t in tokens]
         for i, token in enumerate(tokens):
             word = (token < count).where(words[i], 0)
             bad = _not_finite(word)
-            is_lost[i] = is_lost[i] | bad
+            is_nonfinite[i] = is_nonfinite[i] | bad
             words[i] = word & ((bad * 255) ^ 0xFFFFFFFF)
         at = shared.at((((column + first) * 4) * _STRIDE + group * 4 + quarter) * 4)
         for i, word in enumerate(_turned(words)):
             at.at(4 * _STRIDE * i).store(word)
-    for token, bad in zip(tokens, is_lost, strict=True):
+    for token, bad in zip(tokens, is_nonfinite, strict=True):
         place = group * _GROUP + token
         with lane.when(bad > 0):
             lane.join_bits(found.at((place >> 5) * 4), lane.integer(1) << (place & (_BITS - 1)))
@@ -123,7 +123,7 @@ def turn(
     tiles = pl.cdiv(max_pages * page_size, TILE)
     shape = (kv_heads, page_size, head_dim, max_pages, tiles)
     body: Callable[..., Any] = functools.partial(_body, shape=shape)
-    out, lost = lanes.launch(
+    out, nonfinite = lanes.launch(
         body,
         "turbojax_paged_turn_hopper",
         [tables, lengths, starts, value],
@@ -135,4 +135,4 @@ def turn(
         warpgroups=1,
         shared=4 * (head_dim * _STRIDE + _WORDS),
     )
-    return out, lost
+    return out, nonfinite

@@ -67,8 +67,8 @@ def _clean(
     with lane.when(thread < _WORDS):
         found.at(thread * 4).store(zero)
     mgpu.utils.warpgroup_barrier()
-    is_lost = lane.tree(warps.words(_WARPS), lambda a, b: a.maximum(b)) >= _INFINITY[dtype]
-    with lane.when(is_lost):
+    is_nonfinite = lane.tree(warps.words(_WARPS), lambda a, b: a.maximum(b)) >= _INFINITY[dtype]
+    with lane.when(is_nonfinite):
         for at, row in _chunks(values, thread, tile, head_dim):
             top = _largest(at)
             with lane.when((top & 0xFFFF).maximum(top >> 16) >= _INFINITY[dtype]):
