@@ -81,8 +81,8 @@ def patches(video: np.ndarray) -> np.ndarray:
 def positions(grid: Grid) -> np.ndarray:
     """Sines and cosines of frame, row and column: ``[tokens, 24]``."""
     place = np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), -1).reshape(-1, 3)
-    turns = 2 * np.pi * place[:, :, None] / np.array(_WAVELENGTHS)
-    return np.concatenate([np.sin(turns), np.cos(turns)], -1).reshape(len(place), -1)
+    angles = 2 * np.pi * place[:, :, None] / np.array(_WAVELENGTHS)
+    return np.concatenate([np.sin(angles), np.cos(angles)], -1).reshape(len(place), -1)
 
 
 def embedded(grid: Grid, pixels: float) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -151,8 +151,10 @@ def _leave_few_cases(items: list[pytest.Item]) -> None:
     for name, (some, slow_ones) in cases.items():
         group = [*some, *slow_ones]
         mark = group[0].get_closest_marker("quick")
-        turn = zlib.crc32(name.rpartition("/")[2].encode())
-        quick, slow = tiers(len(some), *mark.args, **mark.kwargs, turn=turn, more=len(slow_ones))
+        offset = zlib.crc32(name.rpartition("/")[2].encode())
+        quick, slow = tiers(
+            len(some), *mark.args, **mark.kwargs, offset=offset, more=len(slow_ones)
+        )
         slow |= one_of_each(quick | slow, [_implementation(item) for item in group])
         for i, item in enumerate(group):
             if i not in quick:

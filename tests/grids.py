@@ -57,7 +57,7 @@ def tiers(
     *,
     first: int = 0,
     slow: int | None = None,
-    turn: int = 0,
+    offset: int = 0,
     more: int = 0,
 ) -> tuple[set[int], set[int]]:
     """Which of a test's `total` cases `make test` runs, and which `make test-slow`.
@@ -67,7 +67,7 @@ def tiers(
       spread: of them in `make test`, spread evenly.
       first: of them in `make test`, the first ones.
       slow: of the others in `make test-slow`, spread evenly; all if None.
-      turn: the case at which spreading begins, so that unlike tests with the same grid run unlike
+      offset: the case at which spreading begins, so that unlike tests with the same grid run unlike
         cases.
       more: cases after these `total` that are too slow for `make test`.
     """
@@ -75,11 +75,11 @@ def tiers(
         raise ValueError(
             f"{spread=} or {first=}, and one of them alone, or {slow=} must be positive"
         )
-    quick = set(range(min(first, total))) | _spread(total, spread, turn)
+    quick = set(range(min(first, total))) | _spread(total, spread, offset)
     others = [i for i in range(total + more) if i not in quick]
     if slow is None:
         return quick, set(others)
-    return quick, {others[i] for i in _spread(len(others), slow, turn)}
+    return quick, {others[i] for i in _spread(len(others), slow, offset)}
 
 
 def one_of_each(chosen: set[int], kinds: Sequence[object]) -> set[int]:
@@ -88,5 +88,5 @@ def one_of_each(chosen: set[int], kinds: Sequence[object]) -> set[int]:
     return {kinds.index(kind) for kind in set(kinds) - there}
 
 
-def _spread(total: int, count: int, turn: int) -> set[int]:
-    return {(turn + i * total // min(count, total)) % total for i in range(min(count, total))}
+def _spread(total: int, count: int, offset: int) -> set[int]:
+    return {(offset + i * total // min(count, total)) % total for i in range(min(count, total))}

@@ -1,7 +1,7 @@
 """Rotary position embedding (RoPE, Su et al., 2021), and its scalings for longer contexts.
 
 Channel i of the rotated ones is paired with channel i + R/2, as Llama checkpoints of the Hugging
-Face layout have it, and the pair turns by ``position * frequency[i]``.
+Face layout have it, and the pair is rotated by ``position * frequency[i]``.
 
 Frequencies and angles are rounded to float32 step by step, in the order in which transformers does
 it. At 100,000 tokens a rounding unit of an angle is 0.008 radians: only the same rounding gives
@@ -42,8 +42,9 @@ class Llama3Scaling:
 
     Attributes:
       factor: of low frequencies, at least 1.
-      low_freq_factor: frequencies with fewer turns than this within `original_max_length` are low.
-      high_freq_factor: those with more turns than this are high; larger than `low_freq_factor`.
+      low_freq_factor: frequencies with fewer rotations than this within `original_max_length` are
+        low.
+      high_freq_factor: those with more rotations than this are high; larger than `low_freq_factor`.
       original_max_length: tokens the model was trained with before.
     """
 
@@ -72,8 +73,8 @@ class YarnScaling:
     Attributes:
       factor: of low frequencies, at least 1.
       original_max_length: tokens the model was trained with before.
-      beta_fast: turns within `original_max_length` from which on a frequency is kept.
-      beta_slow: turns up to which a frequency is divided by `factor`.
+      beta_fast: rotations within `original_max_length` from which on a frequency is kept.
+      beta_slow: rotations up to which a frequency is divided by `factor`.
       attention_factor: of rotated queries and keys, positive; ``0.1 ln(factor) + 1`` if not given.
       truncate: whether the ramp begins and ends at whole channels.
     """
@@ -149,11 +150,11 @@ class Rope:
     Attributes:
       head_dim: channels of a head, `H`.
       theta: base of the frequencies ``theta ** (-2 i / R)``; more than 1 with YaRN.
-      rotary_dim: even number `R` of channels that turn, the first ones; all if not given.
+      rotary_dim: even number `R` of channels that are rotated, the first ones; all if not given.
       scaling: optional change of the frequencies.
       max_length: longest sequence, by which LongRoPE chooses its factors where `angles` has no
         `longest`; used by LongRoPE only.
-      interleaved: whether channels 2i and 2i + 1 turn together, in place of i and i + R/2.
+      interleaved: whether channels 2i and 2i + 1 are rotated together, in place of i and i + R/2.
 
     Raises:
       ValueError: if a value is out of the range stated here.
@@ -196,7 +197,7 @@ class Rope:
 
     @property
     def channels(self) -> int:
-        """Channels that turn, `R`."""
+        """Channels that are rotated, `R`."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
@@ -261,13 +262,13 @@ class Rope:
 def rotate(
     x: jax.Array, angles: jax.Array, amplitude: float = 1.0, *, interleaved: bool = False
 ) -> jax.Array:
-    """Turns the first ``R`` channels: i and i + R/2 together, by the pair's angle.
+    """Rotates the first ``R`` channels: i and i + R/2 together, by the pair's angle.
 
     Args:
       x: ``[B, T, heads, H]``.
       angles: float32 ``[B, T, 1, R/2]``, R at most H.
-      amplitude: the turned channels are multiplied with it.
-      interleaved: whether it is channels 2i and 2i + 1 that turn together.
+      amplitude: the rotated channels are multiplied with it.
+      interleaved: whether it is channels 2i and 2i + 1 that are rotated together.
 
     Returns:
       ``[B, T, heads, H]`` in `x`'s dtype, computed in float32.
@@ -279,19 +280,19 @@ def rotate(
         pairs, rest = wide[..., : 2 * half].reshape(*x.shape[:-1], half, 2), wide[..., 2 * half :]
         first, second = pairs[..., 0], pairs[..., 1]
         both = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        turned = [both.reshape(*x.shape[:-1], 2 * half)]
+        rotated = [both.reshape(*x.shape[:-1], 2 * half)]
     else:
         first, second, rest = jnp.split(wide, (half, 2 * half), axis=-1)
-        turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*turned, rest], axis=-1).astype(x.dtype)
+        rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*rotated, rest], axis=-1).astype(x.dtype)
 
 
 def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
     real = frequencies.dtype.type
     wavelengths = (1 / frequencies) * real(2 * math.pi)
-    turns = (1 / wavelengths) * real(scaling.original_max_length)
+    rotations = (1 / wavelengths) * real(scaling.original_max_length)
     span = real(scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = (turns - real(scaling.low_freq_factor)) / span
+    kept = (rotations - real(scaling.low_freq_factor)) / span
     between = (1 - kept) * frequencies / real(scaling.factor) + kept * frequencies
     is_high = wavelengths < real(scaling.original_max_length / scaling.high_freq_factor)
     is_low = wavelengths > real(scaling.original_max_length / scaling.low_freq_factor)
@@ -302,9 +303,9 @@ def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
 def _yarn(periods: np.ndarray, scaling: YarnScaling, theta: float) -> np.ndarray:
     count, real = len(periods), periods.dtype.type
 
-    def channel(turns: float) -> float:
-        """The pair, as a real number, that makes so many turns in the original context."""
-        length = scaling.original_max_length / (turns * 2 * math.pi)
+    def channel(rotations: float) -> float:
+        """The pair, as a real number, that makes so many rotations in the original context."""
+        length = scaling.original_max_length / (rotations * 2 * math.pi)
         return count * math.log(length) / math.log(theta)
 
     first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)

@@ -21,7 +21,7 @@ On an H100 it is not worth it, although every code is the same (jax 0.11.2,
 
 Channels are rotated in halves, `c` with ``c + 64``, and registers cannot be sliced: the epilogue
 multiplies the tile, rounded to bfloat16 as the separate way rounds it, by the 128 x 128 matrix
-of the rotation by a quarter turn, which is exact and 3 % more operations.
+of the rotation by a quarter rotation, which is exact and 3 % more operations.
 """
 
 import functools
@@ -62,13 +62,13 @@ Row = dict[str, Any]
 Six = tuple[jax.Array, ...]
 
 
-def quarter_turn() -> jax.Array:
-    """bfloat16 ``[DIM, DIM]``: ``x @ quarter_turn()`` is ``(-second half, first half)``."""
-    turn = np.zeros((DIM, DIM), np.float32)
+def quarter_rotation() -> jax.Array:
+    """bfloat16 ``[DIM, DIM]``: ``x @ quarter_rotation()`` is ``(-second half, first half)``."""
+    rotation = np.zeros((DIM, DIM), np.float32)
     half = DIM // 2
-    turn[np.arange(half) + half, np.arange(half)] = -1
-    turn[np.arange(half), np.arange(half) + half] = 1
-    return jnp.asarray(turn, jnp.bfloat16)
+    rotation[np.arange(half) + half, np.arange(half)] = -1
+    rotation[np.arange(half), np.arange(half) + half] = 1
+    return jnp.asarray(rotation, jnp.bfloat16)
 
 
 def angles(tokens: int) -> tuple[jax.Array, jax.Array]:
@@ -82,8 +82,8 @@ def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """RoPE of bfloat16 ``[B, T, N, DIM]``, in float32."""
     wide = x.astype(jnp.float32)
     first, second = jnp.split(wide, 2, axis=-1)
-    turned = jnp.concatenate([-second, first], axis=-1)
-    return (wide * cos[None, :, None] + turned * sin[None, :, None]).astype(jnp.bfloat16)
+    rotated = jnp.concatenate([-second, first], axis=-1)
+    return (wide * cos[None, :, None] + rotated * sin[None, :, None]).astype(jnp.bfloat16)
 
 
 def projected(x: jax.Array, weights: Six, cos: jax.Array, sin: jax.Array) -> Six:
@@ -104,7 +104,7 @@ def separate(x: jax.Array, weights: Six, cos: jax.Array, sin: jax.Array, *, bloc
 def _kernel(
     x: Any,
     w: Any,
-    turn: Any,
+    rotation: Any,
     cos: Any,
     sin: Any,
     *outputs: Any,
@@ -146,8 +146,8 @@ def _kernel(
         wide = rounded.astype(jnp.float32)
         if rotate:
             at = token[:, None], channel[None]
-            turned = jnp.dot(rounded, turn[...], preferred_element_type=jnp.float32)
-            wide = wide * plgpu.load(cos.at[at]) + turned * plgpu.load(sin.at[at])
+            rotated = jnp.dot(rounded, rotation[...], preferred_element_type=jnp.float32)
+            wide = wide * plgpu.load(cos.at[at]) + rotated * plgpu.load(sin.at[at])
             wide = wide.astype(jnp.bfloat16).astype(jnp.float32)
         block_scale = scale_from_maximum(maximum_from_bits(jnp.max(magnitude_bits(wide))))
         result = rint(stage1_codes(wide, block_scale, interpret)).astype(jnp.int8)
@@ -171,7 +171,7 @@ def _kernel(
 def fused(
     x: jax.Array,
     w: jax.Array,
-    turn: jax.Array,
+    rotation: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
     *,
@@ -210,7 +210,7 @@ def fused(
             compiler_params=parameters(num_warps, num_stages),
             interpret=interpret,
             name="fused_projection",
-        )(x, w, turn, cos, sin)
+        )(x, w, rotation, cos, sin)
     )
 
 
@@ -261,7 +261,7 @@ def rows(tokens: int, deadline: float) -> list[Row]:
         return out
 
     together = jnp.concatenate(weights, axis=1)
-    turn = quarter_turn()
+    rotation = quarter_rotation()
     timed("cuBLAS, three products", lambda x, w: [jnp.dot(x, a) for a in w], x, weights)
     timed("cuBLAS, one product", jnp.dot, x, together)
     timed("separate, products and RoPE", projected, x, weights, cos, sin)
@@ -274,7 +274,13 @@ def rows(tokens: int, deadline: float) -> list[Row]:
         options = {"tile": tile, "heads": heads, "num_warps": warps, "num_stages": stages}
         label = f"{tile} tokens, {heads} heads, {warps} warps, {stages} stages"
         out = timed(
-            f"fused, {label}", functools.partial(fused, **options), x[0], together, turn, cos, sin
+            f"fused, {label}",
+            functools.partial(fused, **options),
+            x[0],
+            together,
+            rotation,
+            cos,
+            sin,
         )
         if out is not None and want[tile] is not None:
             found[-1] |= agreement(out, want[tile])
@@ -285,7 +291,7 @@ def rows(tokens: int, deadline: float) -> list[Row]:
     tile, heads, warps, stages = (int(part.split()[0]) for part in fast["name"][7:].split(", "))
     options = {"tile": tile, "heads": heads, "num_warps": warps, "num_stages": stages}
     product = functools.partial(fused, epilogue=False, **options)
-    timed("fused, its product alone", product, x[0], together, turn, cos, sin)
+    timed("fused, its product alone", product, x[0], together, rotation, cos, sin)
     return found
 
 

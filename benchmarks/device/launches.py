@@ -3,7 +3,7 @@
 `python -m benchmarks.device.launches --out FILE [--filter PATTERN]` times every launch of every
 shape, the attention kernel alone beside the whole call, after cuDNN in bfloat16 and in e4m3 in the
 same run; and launches of its gradient, whose kernels are told apart in a row's `kernels`. An output
-is checked against exact attention, and against the default launch's: stages and turns must not
+is checked against exact attention, and against the default launch's: stages and ping-pong must not
 change a bit. Several processes with filters of their own compile side by side, and measure one at a
 time.
 """
@@ -43,22 +43,22 @@ CONFIGS = {
     "paper": tj.TurboConfig.paper(),
 }
 _E4M3: tuple[Row, ...] = (
-    {"in_turns": False},
-    {"stages": 3, "in_turns": False},
-    {"stages": 4, "in_turns": False},
+    {"ping_pong": False},
+    {"stages": 3, "ping_pong": False},
+    {"stages": 4, "ping_pong": False},
     {"stages": 3},
     {"stages": 4},
     {"quantizes": False},
-    {"quantizes": False, "in_turns": False},
-    {"tile": 64, "in_turns": False},
+    {"quantizes": False, "ping_pong": False},
+    {"tile": 64, "ping_pong": False},
     {"tile": 64},
 )
 _OF_NARROW: tuple[Row, ...] = (
-    {"in_turns": True},
+    {"ping_pong": True},
     {"consumers": 2, "ahead": True},
-    {"consumers": 2, "ahead": True, "in_turns": True},
+    {"consumers": 2, "ahead": True, "ping_pong": True},
     {"ahead": True, "tile": 64},
-    {"ahead": True, "tile": 64, "in_turns": True},
+    {"ahead": True, "tile": 64, "ping_pong": True},
 )
 # Of the gradient, in these shapes.
 GRADIENTS = {
@@ -66,13 +66,13 @@ GRADIENTS = {
     for mode, gradient in (("fp8", "float"), ("fp8", "8bit"), ("int8_fp8", "8bit"))
 }
 _TRAINED = SHAPES[:2]
-_INT8: tuple[Row, ...] = ({"in_turns": True}, {"ahead": True}, {"ahead": True, "in_turns": True})
+_INT8: tuple[Row, ...] = ({"ping_pong": True}, {"ahead": True}, {"ahead": True, "ping_pong": True})
 
 
 def changes(shape: Shape, config: tj.TurboConfig) -> tuple[Row, ...]:
     """Of the default launch, itself first."""
     if shape.heads.dim > 128:
-        return {}, {"in_turns": False}
+        return {}, {"ping_pong": False}
     if config.mode == "int8":
         return {}, *_INT8
     return {}, *(_E4M3 if shape.heads.dim == 128 else _OF_NARROW)
@@ -86,7 +86,7 @@ def rows(pattern: str) -> Iterator[tuple[Shape, str, Row | None]]:
             every += [
                 (name, x)
                 for name, config in GRADIENTS.items()
-                for x in ({}, {"in_turns": config.gradient == "float"})
+                for x in ({}, {"ping_pong": config.gradient == "float"})
             ]
         mine = [(name, x) for name, x in every if re.search(pattern, f"{shape.label} {name} {x}")]
         for name, change in [("cudnn", None), ("cudnn e4m3", None), *mine] if mine else ():

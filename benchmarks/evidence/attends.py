@@ -172,9 +172,9 @@ class PolarRounding:
         """Rounds vectors ``[..., H]``; a zero vector stays, NaN stays NaN."""
         # A product with the matrix, where the codec has butterflies: it compiles ten times as fast.
         wide, precise = x.astype(jnp.float32), jax.lax.Precision.HIGHEST
-        turn = polar.rotation(x.shape[-1]).matrix() if self.rotates else None
-        if turn is not None:
-            wide = jnp.matmul(wide, turn.T, precision=precise)
+        rotation = polar.rotation(x.shape[-1]).matrix() if self.rotates else None
+        if rotation is not None:
+            wide = jnp.matmul(wide, rotation.T, precision=precise)
         table = polar.centroids(self.bits, x.shape[-1])
         edges = jnp.asarray(0.5 * (table[1:] + table[:-1])).reshape((1,) * x.ndim + (-1,))
         norm = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
@@ -184,6 +184,6 @@ class PolarRounding:
         # As in the codec, the norm that is stored gives back the vector's length.
         stored = (norm / length).astype(jnp.float16).astype(jnp.float32)
         rounded = chosen * stored
-        if turn is not None:
-            rounded = jnp.matmul(rounded, turn, precision=precise)
+        if rotation is not None:
+            rounded = jnp.matmul(rounded, rotation, precision=precise)
         return rounded.astype(x.dtype)

@@ -186,11 +186,11 @@ def heads_plot(result: Result) -> "Figure":
 
 # (h) Rotated codes, and edges ---------------------------------------------------------------------
 
-_TURNS = {"rotated": True, "not rotated": False}
+_ROTATIONS = {"rotated": True, "not rotated": False}
 _ROTATED = {
-    f"{bits} bits, {words}": PolarRounding(bits, turn)
+    f"{bits} bits, {words}": PolarRounding(bits, rotation)
     for bits in (4, 3, 2)
-    for words, turn in _TURNS.items()
+    for words, rotation in _ROTATIONS.items()
 }
 _PAGES = {"turbo4": "turbo4", "turbo 3 bits": "turbo_k3v3", "turbo 2 bits": "turbo_k2v2"}
 _EDGES = {
@@ -221,7 +221,7 @@ def _what_rotating_does(result: Result, simulated: Entries) -> str:
     """One sentence: costs with the rotation less those without, window by window; or nothing."""
     said = []
     for bits in (4, 3, 2):
-        keys = [simulated[f"{bits} bits, {words}"] for words in _TURNS]
+        keys = [simulated[f"{bits} bits, {words}"] for words in _ROTATIONS]
         apart = writing.difference(result, *keys)
         if apart is not None:
             said.append(f"{bits} bits {writing.interval(apart)}")

@@ -132,9 +132,9 @@ def _plain(s: Shape, arrays: Arrays) -> Call:
     x = arrays.get(latents, s)
 
     def attend(x: Latents) -> jax.Array:
-        (query, turned), wide = x.query, {"preferred_element_type": jnp.float32}
+        (query, rotary), wide = x.query, {"preferred_element_type": jnp.float32}
         scores = jnp.einsum("btnc,bsc->btns", query, x.latent, **wide)
-        scores = scores + jnp.einsum("btnr,bsr->btns", turned, x.rope, **wide)
+        scores = scores + jnp.einsum("btnr,bsr->btns", rotary, x.rope, **wide)
         weights = jax.nn.softmax(s.scale * scores, axis=-1).astype(query.dtype)
         return jnp.einsum("btns,bsc->btnc", weights, x.latent)
 

@@ -120,5 +120,5 @@ def _place(thread: Int, tile: Tile) -> Int:
     """Where a thread's eight bytes of the first step go: rows are interleaved by 16 bytes."""
     columns = tile.channels // _CHANNELS
     row, column = thread // columns, thread % columns
-    turn = (row & 7) if tile.channels == 128 else ((row >> 1) & 3)
-    return row * tile.channels + (((column >> 1) ^ turn) << 4) + ((column & 1) << 3)
+    swizzle = (row & 7) if tile.channels == 128 else ((row >> 1) & 3)
+    return row * tile.channels + (((column >> 1) ^ swizzle) << 4) + ((column & 1) << 3)

@@ -36,18 +36,18 @@ class Share:
     """Which of `total` tiles are this program's.
 
     `total`, at least one, is an array if it depends on what arrays hold. A program takes `together`
-    tiles with consecutive numbers, of which `total` is a multiple. With `turns` every other round
+    tiles with consecutive numbers, of which `total` is a multiple. With `zigzag` every other round
     goes through the programs backwards. Where tiles get smaller with their numbers, programs then
     have equally much to do: who takes the largest of one round takes the smallest of the next.
     """
 
-    def __init__(self, total: int | jax.Array, *, together: int = 1, turns: bool = False) -> None:
+    def __init__(self, total: int | jax.Array, *, together: int = 1, zigzag: bool = False) -> None:
         self.program, self.programs = lax.axis_index(PROGRAM), lax.axis_size(PROGRAM)
-        self.together, self.turns = together, turns
+        self.together, self.zigzag = together, zigzag
         last = (total // together if isinstance(total, int) else lax.div(total, together)) - 1
         # Programs past the last tile, which exist if `total` is known late, have none.
         rounds = lax.div(last - self.program + self.programs, jnp.int32(self.programs))
-        if turns:
+        if zigzag:
             programs = jnp.int32(self.programs)
             whole, rest = lax.div(jnp.int32(last), programs), lax.rem(jnp.int32(last), programs)
             rounds = whole + (self.place(whole) <= rest).astype(jnp.int32)
@@ -55,7 +55,7 @@ class Share:
 
     def place(self, i: jax.Array) -> jax.Array:
         """The program's place in round `i`."""
-        if not self.turns:
+        if not self.zigzag:
             return self.program
         return jnp.where(
             lax.rem(i, jnp.int32(2)) == 0, self.program, self.programs - 1 - self.program
@@ -125,8 +125,8 @@ def free_at_first(stages: int, slots: Sequence[Ref], own: Ref | None = None) -> 
             plgpu.barrier_arrive(barrier.at[i])
 
 
-class Turns:
-    """Turns of a program's consumers at what only one of them should do at a time.
+class PingPong:
+    """Turns of a program's consumers at what one at a time should do (FlashAttention-3).
 
     Such as exponentials: warpgroups that begin together stay together, all at the exponentials and
     then all at the matrix unit, one of which is idle meanwhile. Each must take as many turns as the

@@ -315,14 +315,14 @@ def check_neighbours_and_places(call, kv_dtype, dtype=jnp.float32, head_dim=32):
         )
         equal(alone, [x[b : b + 1] for x in want])
     order = np.asarray([2, 0, 1])
-    turned = call(
+    reordered = call(
         query[order],
         cache,
         tables[order],
         np.asarray(lengths, np.int32)[order],
         return_residual=True,
     )
-    equal(turned, [x[order] for x in want])
+    equal(reordered, [x[order] for x in want])
     for moved, places in (
         filled(kv_dtype, lengths, **given, seed=77),
         filled(kv_dtype, lengths, **given, width=200),

@@ -61,13 +61,13 @@ def test_polar_rounding_against_float64(rotates):
     x = np.random.default_rng(0).standard_t(3, (5, 64)).astype(np.float32)
     x[4] = 0
     got = np.asarray(attends.PolarRounding(3, rotates)(jnp.asarray(x)))
-    turn = np.asarray(polar.rotation(64).matrix(), np.float64)
-    wide = x[:4].astype(np.float64) @ (turn.T if rotates else np.eye(64))
+    rotation = np.asarray(polar.rotation(64).matrix(), np.float64)
+    wide = x[:4].astype(np.float64) @ (rotation.T if rotates else np.eye(64))
     table = polar.centroids(3, 64).astype(np.float64)
     norm = np.linalg.norm(wide, axis=-1, keepdims=True)
     chosen = table[np.abs((wide / norm)[..., None] - table).argmin(-1)]
     want = chosen * norm / np.linalg.norm(chosen, axis=-1, keepdims=True)
-    want = want @ (turn if rotates else np.eye(64))
+    want = want @ (rotation if rotates else np.eye(64))
     # The norm is stored in 11 bits.
     np.testing.assert_allclose(got[:4], want, atol=np.abs(want).max() * 2**-10)
     assert not got[4].any()
@@ -77,8 +77,8 @@ def test_polar_rounding_against_float64(rotates):
 @pytest.mark.slow
 def test_polar_rounding_is_the_codec():
     x = jax.random.normal(jax.random.key(0), (64, 64))
-    turn = polar.rotation(64)
-    want = polar.decode(*polar.encode(x, turn, 4), turn, 4)
+    rotation = polar.rotation(64)
+    want = polar.decode(*polar.encode(x, rotation, 4), rotation, 4)
     got = attends.PolarRounding(4, True)(x)
     # But for a coordinate near a threshold, which rounding may put on either side.
     assert np.mean(np.abs(np.asarray(got - want)) > 0.01) < 0.005
@@ -308,8 +308,8 @@ def test_tables_name_what_is_worse_and_what_is_missing():
     assert "| exact | 1.00x | 0.8500 | - | +0.0500 | - |" in shown["evidence int4"]
     assert "| +0.0700 |" in shown["evidence int4"]
     assert "in 1 of them with no fewer bytes: KV4 than KIVI 4." in shown["evidence int4"]
-    turned = "Rotated less not rotated: 2 bits -0.0200 [-0.0200, -0.0200]."
-    assert turned in shown["evidence polar"]
+    rotated = "Rotated less not rotated: 2 bits -0.0200 [-0.0200, -0.0200]."
+    assert rotated in shown["evidence polar"]
     assert "| exact | 16.00 |" in shown["evidence blocks"]
     assert "| exact | 0.8000 |" in shown["evidence parts"]
     for name, table in shown.items():

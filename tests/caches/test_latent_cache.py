@@ -91,8 +91,8 @@ def test_bits_depend_on_nothing_but_the_token(kv_dtype):
     pieces, extend = empty(kv_dtype), jax.jit(tj.append_latents)
     for first in range(0, 40, 8):
         part = jnp.pad(latent, ((0, 0), (0, 3), (0, 0)))[:, first : first + 8]
-        turned = jnp.pad(rope, ((0, 0), (0, 3), (0, 0)))[:, first : first + 8]
-        pieces = extend(pieces, part, turned, lengths=jnp.clip(lengths - first, 0, 8))
+        rotated = jnp.pad(rope, ((0, 0), (0, 3), (0, 0)))[:, first : first + 8]
+        pieces = extend(pieces, part, rotated, lengths=jnp.clip(lengths - first, 0, 8))
     jax.tree.map(np.testing.assert_array_equal, pieces, whole)
     pool = paged.init_latent_pages(9, 16, LATENT, ROPE, kv_dtype=kv_dtype, dtype=jnp.float32)
     tables = jnp.array([[8, 1, 2], [0, 7, -1], [3, 4, -1]])
@@ -102,9 +102,9 @@ def test_bits_depend_on_nothing_but_the_token(kv_dtype):
             paged_rows = x[tables[b, : -(-n // 16)]].reshape(-1, *x.shape[2:])
             np.testing.assert_array_equal(paged_rows[:n], y[b, :n])
     latents, ropes = paged.gather_latents(pool, tables, lengths)
-    others, turned = tj.dequantize_latents(whole)
+    others, rotated = tj.dequantize_latents(whole)
     np.testing.assert_allclose(latents[:, :40], others, atol=1e-3)
-    np.testing.assert_array_equal(ropes[:, :40], turned)
+    np.testing.assert_array_equal(ropes[:, :40], rotated)
     view, of = as_pages(whole)
     np.testing.assert_allclose(
         paged.gather_latents(view, of, lengths)[0][:, :40], others, atol=1e-3

@@ -50,7 +50,7 @@ def spiky(name, head_dim):
         x *= 0.05
         x[np.arange(len(x)), rng.integers(0, head_dim, size=len(x))] += 1
         return x
-    # Keys: a few channels have large means, and RoPE turns pairs of channels with the position.
+    # Keys: a few channels have large means, and RoPE rotates pairs of channels with the position.
     x[:, rng.choice(head_dim, 4, replace=False)] += [12, -9, 7, 15]
     half = head_dim // 2
     angle = np.arange(len(x))[:, None] * 10_000.0 ** (-np.arange(half) / half)
@@ -627,9 +627,9 @@ def test_orthogonal_and_as_the_oracle(head_dim):
 
     x = vectors(head_dim)
     bound = rounding_bound(x)
-    turned = polar.rotate(jnp.asarray(x), rotation)
-    assert turned.dtype == jnp.float32
-    assert (np.abs(np.asarray(turned, np.float64) - x @ want.T) <= bound).all()
+    rotated = polar.rotate(jnp.asarray(x), rotation)
+    assert rotated.dtype == jnp.float32
+    assert (np.abs(np.asarray(rotated, np.float64) - x @ want.T) <= bound).all()
     back = polar.unrotate(jnp.asarray(x), rotation)
     assert (np.abs(np.asarray(back, np.float64) - x @ want) <= bound).all()
 
@@ -654,14 +654,16 @@ def test_signs_are_the_same_everywhere():
 def test_bits_of_rotations_do_not_depend_on_the_array_around(head_dim, dtype):
     rotation = polar.rotation(head_dim)
     x = jnp.asarray(vectors(head_dim, 60), dtype)
-    for turn in (polar.rotate, polar.unrotate):
-        want = turn(x, rotation)
-        assert_same_bits(turn(x[17], rotation), want[17])
-        assert_same_bits(turn(x[3:10], rotation), want[3:10])
-        assert_same_bits(turn(x.reshape(3, 1, 5, 4, head_dim), rotation).reshape(want.shape), want)
-        assert_same_bits(jax.jit(turn)(x, rotation), want)
-        assert_same_bits(jax.vmap(turn, (0, None))(x, rotation), want)
-        mapped = jax.jit(lambda x, turn=turn: jax.lax.map(lambda v: turn(v, rotation), x))
+    for rotate in (polar.rotate, polar.unrotate):
+        want = rotate(x, rotation)
+        assert_same_bits(rotate(x[17], rotation), want[17])
+        assert_same_bits(rotate(x[3:10], rotation), want[3:10])
+        assert_same_bits(
+            rotate(x.reshape(3, 1, 5, 4, head_dim), rotation).reshape(want.shape), want
+        )
+        assert_same_bits(jax.jit(rotate)(x, rotation), want)
+        assert_same_bits(jax.vmap(rotate, (0, None))(x, rotation), want)
+        mapped = jax.jit(lambda x, rotate=rotate: jax.lax.map(lambda v: rotate(v, rotation), x))
         assert_same_bits(mapped(x), want)
 
 
@@ -677,9 +679,9 @@ def test_made_under_jit_and_differentiated():
 def test_nan_and_infinity_stay():
     x = np.ones((3, 64), np.float32)
     x[1, 5], x[2, 60] = np.nan, np.inf
-    turned = np.asarray(polar.rotate(jnp.asarray(x), polar.rotation(64)))
-    assert np.isfinite(turned[0]).all()
-    assert not np.isfinite(turned[1:]).any()
+    rotated = np.asarray(polar.rotate(jnp.asarray(x), polar.rotation(64)))
+    assert np.isfinite(rotated[0]).all()
+    assert not np.isfinite(rotated[1:]).any()
 
 
 # The law of rotated coordinates ------------------------------------------------------------------
@@ -691,10 +693,10 @@ def cell_counts(coordinates, bits=4):
     return edges, np.bincount(np.searchsorted(edges, coordinates.ravel()), minlength=len(table))
 
 
-def unit_coordinates(x, turned=True):
+def unit_coordinates(x, rotated=True):
     """``sqrt(d) u`` of each vector."""
     y = np.asarray(polar.rotate(jnp.asarray(x, jnp.float32), polar.rotation(x.shape[-1])))
-    y = y if turned else x
+    y = y if rotated else x
     return y * np.sqrt(x.shape[-1]) / np.sqrt((x.astype(np.float64) ** 2).sum(-1, keepdims=True))
 
 
@@ -726,8 +728,8 @@ def test_rotated_spiky_vectors_are_nearly_normal(data):
     else:
         x = rng.standard_t(2.5, size=x.shape)
 
-    def divergence(turned):
-        edges, counts = cell_counts(unit_coordinates(x, turned))
+    def divergence(rotated):
+        edges, counts = cell_counts(unit_coordinates(x, rotated))
         law = oracle.sphere_cells(edges, 128)
         return ((counts / counts.sum() - law) ** 2 / law).sum()
 

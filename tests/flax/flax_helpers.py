@@ -104,7 +104,7 @@ def oracle(
         root = np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps)
         return x / root * params[name, "scale"]
 
-    def turn(head, position):
+    def rotate_one(head, position):
         head, half = head.copy(), rotary // 2
         for i in range(half):
             angle = position * theta ** (-2 * i / rotary)
@@ -121,7 +121,7 @@ def oracle(
         heads["q"], heads["k"] = norm("q_norm", heads["q"]), norm("k_norm", heads["k"])
         for name in "qk":
             for t, n in np.ndindex(heads[name].shape[:2]):
-                heads[name][t, n] = turn(heads[name][t, n], positions[b, t])
+                heads[name][t, n] = rotate_one(heads[name][t, n], positions[b, t])
         for t in range(lengths[b]):
             seen = slice(0 if window is None else max(t - window + 1, 0), t + 1)
             attended = []

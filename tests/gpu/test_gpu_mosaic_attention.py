@@ -357,7 +357,7 @@ def test_launches_agree(mode, head_dim):
     ],
     ids=str,
 )
-def test_turns_change_no_bit(mode, head_dim, changes):
+def test_ping_pong_changes_no_bit(mode, head_dim, changes):
     """More tiles than multiprocessors, of few and many keys, and of none."""
     q, k, v = tensors(7, 4, 700, 700, 16, 2, head_dim, jnp.bfloat16)
     lengths = jnp.array([700, 130, 0, 64], jnp.int32)
@@ -369,7 +369,7 @@ def test_turns_change_no_bit(mode, head_dim, changes):
         options=Options(True, (400, 0), scale=0.1),
     )
     launch = mosaic_gpu.default_launch(q, config)._replace(**changes)
-    without, within = (run(launch=launch._replace(in_turns=x)) for x in (False, True))
+    without, within = (run(launch=launch._replace(ping_pong=x)) for x in (False, True))
     assert_equal(without, within)
 
 

@@ -104,11 +104,11 @@ def test_equals_the_definition(case, mode, gradient, blocks):
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("gradient", ["float", "8bit"])
 @pytest.mark.parametrize("case", ["all", "ragged", "window", "256 channels", "everything"])
-def test_turns_change_no_bit(case, gradient):
+def test_ping_pong_changes_no_bit(case, gradient):
     arrays, static = arguments(case, config("fp8", gradient))
     launch = mosaic_gradient.default_launch(CASES[case][0][-1], static["config"])
     got, want = (
-        mosaic_gradient.gradient(*arrays, **static, launch=launch._replace(in_turns=x))
+        mosaic_gradient.gradient(*arrays, **static, launch=launch._replace(ping_pong=x))
         for x in (True, False)
     )
     for x, y in zip(got[:3], want[:3], strict=True):

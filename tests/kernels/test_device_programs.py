@@ -299,15 +299,15 @@ def test_the_default_comes_first_and_cudnn_before_it():
         for name in launches.CONFIGS:
             of_one = [change for at, change in mine if at == name]
             assert of_one[0] == {}
-            assert {"in_turns": True} in of_one or {"in_turns": False} in of_one
+            assert {"ping_pong": True} in of_one or {"ping_pong": False} in of_one
             assert len({str(change) for change in of_one}) == len(of_one)
 
 
 def test_a_pattern_keeps_the_peers():
-    rows = list(launches.rows("b2-s8192 fp8 .*turns"))
+    rows = list(launches.rows("b2-s8192 fp8 .*ping_pong"))
     assert {at for at, *_ in rows} == {launches.SHAPES[0]}
     assert {name for _, name, _ in rows} == {"cudnn", "cudnn e4m3", "fp8"}
-    assert all(change is None or "in_turns" in change for _, _, change in rows)
+    assert all(change is None or "ping_pong" in change for _, _, change in rows)
 
 
 @pytest.mark.quick(slow=2)
@@ -337,7 +337,7 @@ def test_gradients_lower():
         with as_on_an_h100():
 
             def both(name=name):
-                call, arguments, output = launches._gradient(name, {"in_turns": True}, inputs)
+                call, arguments, output = launches._gradient(name, {"ping_pong": True}, inputs)
                 return output(call(*arguments))
 
             traced = jax.jit(both).trace()

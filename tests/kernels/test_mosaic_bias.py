@@ -264,7 +264,7 @@ def test_launches_of_a_bias(block_kv, rows, dtype, ahead):
     bias = jax.ShapeDtypeStruct((1, 4, rows, 300), dtype)
     config = tj.TurboConfig(block_kv=block_kv, buffer_size=block_kv)
     found = mosaic_gpu.default_launch(query, config, bias=bias)
-    assert (found.tile, found.ahead, found.in_turns) == (block_kv, ahead, False)
+    assert (found.tile, found.ahead, found.ping_pong) == (block_kv, ahead, False)
 
 
 def test_keys_are_padded_only_where_they_must_be():

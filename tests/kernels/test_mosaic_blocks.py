@@ -228,8 +228,8 @@ def unswizzled(codes, channels):
     rows = codes.reshape(-1, channels)
     units = rows.reshape(len(rows), -1, 16)
     row = np.arange(len(rows))[:, None]
-    turn = row % 8 if channels == 128 else row // 2 % 4
-    return units[row, np.arange(channels // 16)[None] ^ turn].reshape(rows.shape)
+    swizzle = row % 8 if channels == 128 else row // 2 % 4
+    return units[row, np.arange(channels // 16)[None] ^ swizzle].reshape(rows.shape)
 
 
 def run_tile(x, count, tile):

@@ -23,7 +23,7 @@ from pallas_kernels.mosaic.hopper.decode_rows import block, kernel, operands
 from tests.gpu.gpu_helpers import SOFTMAXES, filled, normal
 from tests.oracles import programs as emulated
 from tests.oracles import warp
-from tests.oracles.programs import Turns
+from tests.oracles.programs import RoundRobin
 from turbojax.caches import cache_by_name
 
 
@@ -130,9 +130,9 @@ def run(
             state = attended.attend_buffer(a, state, at, warp.integer(i))
         kernel._keep(shape, state, result, queries, here, own, n)
 
-    turns = Turns([functools.partial(of_member, number) for number in range(size)])
-    warp.named_barrier = lambda _, threads: turns.barrier(0, threads // 32)
-    turns.run()
+    scheduler = RoundRobin([functools.partial(of_member, number) for number in range(size)])
+    warp.named_barrier = lambda _, threads: scheduler.barrier(0, threads // 32)
+    scheduler.run()
     found = result.memory.view(np.float32)
     outputs, maxima, totals = np.split(found, [rows * step, rows * (step + 1)])
     outputs = outputs.reshape(rows, step)[:, :head_dim]

@@ -20,14 +20,21 @@ from pallas_kernels.mosaic import eight_bits
 from pallas_kernels.mosaic.hopper.latent import join as latent_join
 from pallas_kernels.mosaic.hopper.latent import kernel as latent_kernel
 from pallas_kernels.mosaic.hopper.latent import tiles as latent_tiles
-from pallas_kernels.mosaic.hopper.paged_prompt import expand, join, nonfinite, products, tiles, turn
+from pallas_kernels.mosaic.hopper.paged_prompt import (
+    expand,
+    join,
+    nonfinite,
+    products,
+    tiles,
+    transpose,
+)
 from tests.attention.paged_helpers import filled
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.kernels.test_mosaic_paged import specification
 from tests.models import latent_helpers as helpers
 from tests.oracles import warp
-from tests.oracles.programs import Turns
+from tests.oracles.programs import RoundRobin
 from turbojax.attention.options import Options
 from turbojax.caches.paged import hopper as paged_hopper
 from turbojax.caches.paged import mosaic_prompt
@@ -185,7 +192,7 @@ def lanes(monkeypatch):
     monkeypatch.setattr(warp, "special", special, raising=False)
     monkeypatch.setattr(warp, "join_bits", join_bits, raising=False)
     monkeypatch.setattr(warp, "half", Half)
-    for module in (eight_bits, expand, join, latent_join, nonfinite, products, turn):
+    for module in (eight_bits, expand, join, latent_join, nonfinite, products, transpose):
         monkeypatch.setattr(module, "lane", warp)
 
     def run(f, warps=4):
@@ -194,11 +201,11 @@ def lanes(monkeypatch):
             f()
 
         def barrier():
-            turns.barrier("all", warps)
+            scheduler.barrier("all", warps)
 
         monkeypatch.setattr(nonfinite.mgpu.utils, "warpgroup_barrier", barrier)
-        turns = Turns([functools.partial(one, number) for number in range(warps)])
-        turns.run()
+        scheduler = RoundRobin([functools.partial(one, number) for number in range(warps)])
+        scheduler.run()
 
     return run
 
@@ -247,7 +254,7 @@ def test_expanded_pages_are_what_they_stand_for(lanes, kind, head_dim, dtype):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("page_size", [16, 128])
-def test_values_are_turned_and_what_is_lost_is_told(lanes, head_dim, page_size):
+def test_values_are_transposed_and_what_is_lost_is_told(lanes, head_dim, page_size):
     length, kv_heads, max_pages = 150, 2, 200 // page_size + 1
     rng = np.random.default_rng(0)
     shape = (max_pages + 3, kv_heads, page_size, head_dim)
@@ -258,17 +265,17 @@ def test_values_are_turned_and_what_is_lost_is_told(lanes, head_dim, page_size):
     for token in (*nonfinite_tokens, 155):
         page, slot = tables[0, token // page_size], token % page_size
         value[page, 1, slot, token % head_dim] = np.nan
-    count = -(-max_pages * page_size // turn.TILE)
-    out = np.zeros((count, kv_heads, head_dim, turn.TILE), value.dtype)
+    count = -(-max_pages * page_size // transpose.TILE)
+    out = np.zeros((count, kv_heads, head_dim, transpose.TILE), value.dtype)
     told = np.full((count, kv_heads, 4), -1, np.int32)
     # Lanes that have nothing to do load, too, where they are emulated.
-    shared = np.zeros(4 * (head_dim * turn._STRIDE + 128), np.uint8)
+    shared = np.zeros(4 * (head_dim * transpose._STRIDE + 128), np.uint8)
     given = [tables, np.asarray([length], np.int32), np.zeros(1, np.int32), value, out, told]
     arrays = [Memory(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for x in given]
     sizes = (kv_heads, page_size, head_dim, max_pages, count)
     for tile in range(count):
         ids = [warp.integer(x) for x in (tile, 1, 0)]
-        lanes(lambda ids=ids: turn._body([*arrays, Memory(shared)], ids, shape=sizes))
+        lanes(lambda ids=ids: transpose._body([*arrays, Memory(shared)], ids, shape=sizes))
     place = np.arange(16)
     token_at = 2 * (place // 4) + place % 4 + np.where(place % 4 < 2, 0, 6)
     got = out[:2, 1].astype(np.float32).reshape(2, head_dim, 8, 16)

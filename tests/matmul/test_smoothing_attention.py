@@ -35,7 +35,7 @@ def frequencies(pairs: int, kind: str, seed: int = 0) -> np.ndarray:
 
 
 def rotate(x: np.ndarray, freq: np.ndarray, positions: np.ndarray | None = None) -> np.ndarray:
-    """`x` [T, heads, H]: channels i and i + H/2 turn by position times frequency i."""
+    """`x` [T, heads, H]: channels i and i + H/2 are rotated by position times frequency i."""
     positions = np.arange(x.shape[0]) if positions is None else positions
     angle = (positions[:, None] * freq)[:, None, :]
     i, j = x[..., : freq.size], x[..., freq.size :]

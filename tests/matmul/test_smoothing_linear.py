@@ -272,7 +272,7 @@ HEADS, SIZE, ROTARY = 2, 20, 12
 
 
 def pair_of(channel: int) -> int:
-    """The channel's pair, counted as `split_pairs` does: those that turn first."""
+    """The channel's pair, counted as `split_pairs` does: those that are rotated first."""
     half = ROTARY // 2
     if channel < ROTARY:
         return channel % half
@@ -280,7 +280,7 @@ def pair_of(channel: int) -> int:
 
 
 def keys(seed: int = 0) -> np.ndarray:
-    """Float64 ``[1, 9, K, H]``, with outliers among channels that turn, and among others."""
+    """Float64 ``[1, 9, K, H]``, with outliers among channels that are rotated, and among others."""
     x = np.random.default_rng(seed).standard_normal((1, 9, HEADS, SIZE))
     x[..., 3] *= 20
     x[..., SIZE - 1] *= 50
@@ -300,10 +300,10 @@ def test_pairs_are_what_rope_turns():
     angles = rope.angles(jnp.arange(9)[None])
     for channel in range(SIZE):
         x = jnp.zeros((1, 9, 1, SIZE)).at[..., channel].set(1.0)
-        turned = np.asarray(rope.rotate(x, angles))[0, :, 0]
-        moved = np.flatnonzero(np.abs(turned).max(0))
+        rotated = np.asarray(rope.rotate(x, angles))[0, :, 0]
+        moved = np.flatnonzero(np.abs(rotated).max(0))
         assert {pair_of(c) for c in moved} == {pair_of(channel)}
-        np.testing.assert_allclose(np.linalg.norm(turned, axis=1), 1, rtol=1e-6)
+        np.testing.assert_allclose(np.linalg.norm(rotated, axis=1), 1, rtol=1e-6)
 
 
 def test_all_channels_are_one_case():

@@ -315,7 +315,7 @@ def test_max_length_is_the_model_s(tmp_path):
         assert config == dataclasses.replace(load(tmp_path).config, max_length=24)
         with pytest.raises(ValueError, match="max_length=0 must be"):
             call(tmp_path, max_length=0)
-    # Positions turn by other angles in a model for short texts, as those of transformers do.
+    # Positions rotate by other angles in a model for short texts, as those of transformers do.
     ids = recordings.arrays()["short/tokens"].astype(np.int32)
     ours = load(tmp_path, max_length=24)(jnp.asarray(ids))
     assert recordings.error(np.asarray(ours), recordings.logits("phi3-longrope", "short")) < 1e-4

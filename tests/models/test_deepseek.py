@@ -66,7 +66,7 @@ def oracle(params, x, positions, config):
     def norm(y, scale, eps=1e-6):
         return y / np.sqrt((y * y).mean(-1, keepdims=True) + eps) * scale
 
-    def turn(y):
+    def rotate_one(y):
         angle = positions[:, None] * 10000.0 ** (-np.arange(0, 8, 2) / 8)
         out = np.empty_like(y)
         even, odd = y[:, ::2], y[:, 1::2]
@@ -77,12 +77,15 @@ def oracle(params, x, positions, config):
     a = w["attention"]
     q = norm(x @ a["q_a_proj"]["kernel"], a["q_a_norm"]["scale"]) @ a["q_b_proj"]["kernel"]
     kept = x @ a["kv_a_proj"]["kernel"]
-    c, rotary = norm(kept[:, : latent.rank], a["kv_a_norm"]["scale"]), turn(kept[:, latent.rank :])
+    c, rotary = (
+        norm(kept[:, : latent.rank], a["kv_a_norm"]["scale"]),
+        rotate_one(kept[:, latent.rank :]),
+    )
     kv = (c @ a["kv_b_proj"]["kernel"]).reshape(len(x), heads, -1)
     q = q.reshape(len(x), heads, -1)
     out = []
     for n in range(heads):
-        query = np.concatenate([q[:, n, :16], turn(q[:, n, 16:])], 1)
+        query = np.concatenate([q[:, n, :16], rotate_one(q[:, n, 16:])], 1)
         key = np.concatenate([kv[:, n, :16], rotary], 1)
         scores = query @ key.T / np.sqrt(24)
         scores[np.triu_indices(len(x), 1)] = -np.inf

@@ -209,12 +209,12 @@ def test_windows(family, keys, windows):
 
 @pytest.mark.parametrize("family", ["glm", "glm4"])
 @pytest.mark.parametrize(
-    ("keys", "turned"),
+    ("keys", "rotated"),
     [({}, 4), ({"partial_rotary_factor": None}, None), ({"partial_rotary_factor": 0.25}, 2)],
 )
-def test_share_of_a_head_that_turns(family, keys, turned):
+def test_share_of_a_head_that_turns(family, keys, rotated):
     """transformers has a default for a key that is missing, and none for one that is null."""
-    assert TransformerConfig.from_hf(least(family, head_dim=8, **keys)).rotary_dim == turned
+    assert TransformerConfig.from_hf(least(family, head_dim=8, **keys)).rotary_dim == rotated
 
 
 def test_no_other_module_asks_which_family_a_model_is():

@@ -47,10 +47,10 @@ def logits(decoder, tokens) -> jax.Array:
 # Rotation and norms -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("turned", "scaling"), [(None, None), (8, YarnScaling(4.0, 32))])
-def test_neighbouring_channels_turn_together(turned, scaling):
+@pytest.mark.parametrize(("rotated", "scaling"), [(None, None), (8, YarnScaling(4.0, 32))])
+def test_neighbouring_channels_turn_together(rotated, scaling):
     """As multiplying complex numbers does, in float64."""
-    rope = Rope(12, 100.0, turned, scaling, interleaved=True)
+    rope = Rope(12, 100.0, rotated, scaling, interleaved=True)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 5, 3, 12))
     positions = rng.integers(0, 60, (2, 5))
@@ -210,7 +210,7 @@ def test_gradients_reach_every_weight(folder, decoder, name):
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         found = np.asarray(grad)
         assert np.isfinite(found).all(), path
-        # A bias of keys changes no score where nothing turns them: a constant of each query.
+        # A bias of keys changes no score where nothing rotates them: a constant of each query.
         if "k_proj" not in str(path) or "bias" not in str(path):
             assert np.abs(found).max() > 0, path
 

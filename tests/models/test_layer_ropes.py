@@ -1,4 +1,4 @@
-"""Models whose layers have different rotary embeddings: each turns by its own, everywhere."""
+"""Models whose layers have different rotary embeddings: each rotates by its own, everywhere."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ def heads_of(model, positions) -> dict[str, np.ndarray]:
     return {name: np.stack([x[name] for x in found]) for name in ("query", "key")}
 
 
-def turned(x, positions, frequencies, amplitude):
+def rotated(x, positions, frequencies, amplitude):
     """Pairs i and i + H/2, in float64."""
     angles = positions[:, :, None, None] * frequencies
     first, second = np.split(x.astype(np.float64), 2, -1)
@@ -82,10 +82,10 @@ def test_each_layer_turns_by_its_own(model, form):
         frequencies = LOCAL_THETA**-powers if window else THETA**-powers / np.array(factors)
         amplitude = 1.0 if window else AMPLITUDE
         for name in ("query", "key"):
-            unturned = still[name][layer] / amplitude
-            expected = turned(unturned, np.asarray(POSITIONS), frequencies, amplitude)
+            unrotated = still[name][layer] / amplitude
+            expected = rotated(unrotated, np.asarray(POSITIONS), frequencies, amplitude)
             np.testing.assert_allclose(found[name][layer], expected, rtol=0, atol=2e-5)
-            assert np.abs(unturned).max() > 1
+            assert np.abs(unrotated).max() > 1
 
 
 @pytest.mark.fuzz

@@ -66,11 +66,11 @@ def oracle_norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
 
 
 def oracle_rope(x: np.ndarray, position: int, theta: float) -> np.ndarray:
-    """One head's vector at one position: pair (i, i + d/2) as a complex number, turned."""
+    """One head's vector at one position: pair (i, i + d/2) as a complex number, rotated."""
     half = len(x) // 2
     pairs = x[:half] + 1j * x[half:]
-    turned = pairs * np.exp(1j * position * theta ** (-np.arange(half) * 2.0 / len(x)))
-    return np.concatenate([turned.real, turned.imag])
+    rotated = pairs * np.exp(1j * position * theta ** (-np.arange(half) * 2.0 / len(x)))
+    return np.concatenate([rotated.real, rotated.imag])
 
 
 def oracle_attention(x: np.ndarray, weights: dict, config: TransformerConfig) -> np.ndarray:
@@ -159,12 +159,12 @@ class TestForward:
         np.testing.assert_allclose(norm(jnp.asarray(x)), expected, atol=1e-5)
 
         positions = np.array([[0, 1, 7, 100, 4095]])
-        turned = rotate(jnp.asarray(x), Rope(8).angles(jnp.asarray(positions)))
+        rotated = rotate(jnp.asarray(x), Rope(8).angles(jnp.asarray(positions)))
         for t, position in enumerate(positions[0]):
             for head in range(2):
                 expected = oracle_rope(x[0, t, head].astype(np.float64), int(position), 10000.0)
                 # A float32 angle of 4095 rad is good to 2e-4.
-                np.testing.assert_allclose(turned[0, t, head], expected, atol=1e-3)
+                np.testing.assert_allclose(rotated[0, t, head], expected, atol=1e-3)
 
     def test_positions_shift_nothing_but_rope(self):
         model, tokens = make(), some_tokens()

@@ -107,15 +107,15 @@ def test_angles_far_into_a_text(name, first):
     half = rope.channels // 2
     both = np.concatenate([x[..., half : 2 * half], x[..., :half]], -1)
     sign, same = np.repeat([-1.0, 1.0], half), np.concatenate([exact, exact])
-    if rope.interleaved:  # neighbours turn together
+    if rope.interleaved:  # neighbours are rotated together
         cos, sin = (np.repeat(y[..., :half], 2, axis=-1) for y in (cos, sin))
         both = x[..., : 2 * half].reshape(*x.shape[:3], half, 2)[..., ::-1].reshape(both.shape)
         sign, same = np.tile([-1.0, 1.0], half), np.repeat(exact, 2)
     sign = sign.astype(np.float32)
-    turned = x[..., : 2 * half] * cos[:, :, None] + both * sign * sin[:, :, None]
+    rotated = x[..., : 2 * half] * cos[:, :, None] + both * sign * sin[:, :, None]
     out = np.asarray(rope.rotate(jnp.asarray(x), ours))[..., : 2 * half]
     # Sine and cosine are a few units apart, of vectors of up to 4 * 1.2 in size.
-    np.testing.assert_allclose(out[..., same], turned[..., same], rtol=0, atol=3e-6)
+    np.testing.assert_allclose(out[..., same], rotated[..., same], rtol=0, atol=3e-6)
 
 
 def logits(folder, ids: np.ndarray, positions: np.ndarray) -> np.ndarray:

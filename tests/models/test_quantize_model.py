@@ -71,7 +71,7 @@ def _norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
 
 
-def _turn(x: np.ndarray, theta: float) -> np.ndarray:
+def _rotate(x: np.ndarray, theta: float) -> np.ndarray:
     half = x.shape[-1] // 2
     angle = np.arange(x.shape[1])[:, None] * theta ** (-np.arange(half) * 2.0 / x.shape[-1])
     cos, sin = np.cos(angle)[None, :, None], np.sin(angle)[None, :, None]
@@ -92,7 +92,7 @@ def _oracle(decoder: models.QuantizedDecoder, tokens: jax.Array, round_tokens=_r
         x = round_tokens(_norm(hidden, wide(layer.attention_norm), c.norm_eps))
         heads = (x @ wide(layer.qkv.weight).T).reshape(batch, length, -1, c.head_dim)
         q, k, v = np.split(heads, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
-        q, k = _turn(q, c.rope_theta), _turn(k, c.rope_theta)
+        q, k = _rotate(q, c.rope_theta), _rotate(k, c.rope_theta)
         k, v = (np.repeat(y, c.num_heads // c.num_kv_heads, axis=2) for y in (k, v))
         if layer.key_channel_scale is not None:
             scale = np.repeat(wide(layer.key_channel_scale), c.num_heads // c.num_kv_heads, axis=0)

@@ -22,7 +22,7 @@ LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 8192)
 LONG = LongRopeScaling((1.0,), (2.0,), 16)
 
 
-def turn(vector, position, frequencies, amplitude=1.0):
+def rotate_one(vector, position, frequencies, amplitude=1.0):
     """One head's vector, pair by pair, as complex numbers."""
     out, half = vector.copy(), len(frequencies)
     for i, frequency in enumerate(frequencies):
@@ -42,7 +42,7 @@ def test_rotation_of_every_pair(rotary_dim, scaling):
     positions = rng.integers(0, 300, (2, 5))
     out = np.asarray(rope.rotate(jnp.asarray(x), rope.angles(jnp.asarray(positions))))
     for index in np.ndindex(2, 5, 3):
-        expected = turn(
+        expected = rotate_one(
             x[index].astype(np.float64), positions[index[:2]], rope.frequencies(), rope.amplitude
         )
         # An angle of 300 radians has a rounding unit of 3e-5.
@@ -54,11 +54,11 @@ def test_scores_depend_on_distance_alone():
     q, k = (np.random.default_rng(i).standard_normal((1, 1, 1, 16)) for i in range(2))
 
     def score(at, to):
-        turned = [
+        rotated = [
             rope.rotate(jnp.asarray(x, jnp.float32), rope.angles(jnp.array([[p]])))
             for x, p in ((q, at), (k, to))
         ]
-        return float(jnp.sum(turned[0] * turned[1]))
+        return float(jnp.sum(rotated[0] * rotated[1]))
 
     assert score(40, 17) == pytest.approx(score(23, 0), abs=1e-4)
 
@@ -95,8 +95,8 @@ def test_yarn_by_its_formula():
     rope = Rope(dim, theta, scaling=scaling)
     assert rope.amplitude == pytest.approx(0.1 * math.log(factor) + 1)
 
-    def correction(turns):
-        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    def correction(rotations):
+        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = math.floor(correction(32)), math.ceil(correction(1))
     for i, after in enumerate(rope.frequencies()):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tests.oracles import warp
-from tests.oracles.programs import Turns
+from tests.oracles.programs import RoundRobin
 
 WARPS = 4
 
@@ -61,11 +61,11 @@ def _run(body, inputs, written, grid, warpgroups, shared, backwards=False):
 
 def _together(body, pointers, ids, warps):
     def barrier():
-        turns.barrier("all", len(warps))
+        scheduler.barrier("all", len(warps))
 
     given = body, pointers, ids
-    turns = Turns([functools.partial(_warp, *given, number, barrier) for number in warps])
-    turns.run()
+    scheduler = RoundRobin([functools.partial(_warp, *given, number, barrier) for number in warps])
+    scheduler.run()
 
 
 def _warp(body, pointers, ids, number, barrier):

@@ -13,7 +13,7 @@ import numpy as np
 from tests.oracles import warp
 
 
-class Turns:
+class RoundRobin:
     """Runs one function for each warp, given its number; `barrier` is what they wait at."""
 
     def __init__(self, bodies):
@@ -113,8 +113,8 @@ def _left(words):
 class Copies:
     """The copy engine, whose copies are done at once, and its barriers."""
 
-    def __init__(self, turns):
-        self._turns, self._missing, self._phases = turns, {}, {}
+    def __init__(self, scheduler):
+        self._scheduler, self._missing, self._phases = scheduler, {}, {}
 
     @staticmethod
     def _places(barrier):
@@ -141,7 +141,7 @@ class Copies:
 
     def wait(self, barrier, parity):
         at = id(barrier.memory), barrier.offset[0]
-        self._turns.until(lambda: self._phases.get(at, 0) & 1 != int(parity.value[0]))
+        self._scheduler.until(lambda: self._phases.get(at, 0) & 1 != int(parity.value[0]))
 
 
 class ClusterPointer:
@@ -176,17 +176,17 @@ def run(monkeypatch, body, *, programs, warps, shared):
         with np.errstate(all="ignore"):
             body(rank, warp.Pointer(memories[rank]))
 
-    turns = Turns([functools.partial(of_warp, i) for i in range(programs * warps)])
-    copies = Copies(turns)
+    scheduler = RoundRobin([functools.partial(of_warp, i) for i in range(programs * warps)])
+    copies = Copies(scheduler)
 
     def rank():
-        return turns.number // warps
+        return scheduler.number // warps
 
     there = {
-        "thread": lambda: warp.Int(warp.LANES + 32 * (turns.number % warps)),
-        "block_barrier": lambda: turns.barrier(("all", rank()), warps),
-        "named_barrier": lambda n, count: turns.barrier((int(n.value[0]), rank()), count // 32),
-        "cluster_barrier": lambda: turns.barrier("cluster", programs * warps),
+        "thread": lambda: warp.Int(warp.LANES + 32 * (scheduler.number % warps)),
+        "block_barrier": lambda: scheduler.barrier(("all", rank()), warps),
+        "named_barrier": lambda n, count: scheduler.barrier((int(n.value[0]), rank()), count // 32),
+        "cluster_barrier": lambda: scheduler.barrier("cluster", programs * warps),
         "fragments": Fragments,
         "start_product": start_product,
         "finish": list,
@@ -199,4 +199,4 @@ def run(monkeypatch, body, *, programs, warps, shared):
     for name, f in there.items():
         monkeypatch.setattr(warp, name, f, raising=False)
     monkeypatch.setattr(warp.Pointer, "floats", _floats, raising=False)
-    turns.run()
+    scheduler.run()

@@ -50,8 +50,8 @@ class TestShapes:
     def test_slowest_channels_turn_no_further_than_the_embedded_models(self):
         small = SHAPES[EMBEDDED]
         for shape in SHAPES.values():
-            turned = shape.max_length * shape.rope_theta ** (2 / shape.head_dim - 1)
-            assert turned <= small.max_length * small.rope_theta ** (2 / small.head_dim - 1)
+            rotated = shape.max_length * shape.rope_theta ** (2 / shape.head_dim - 1)
+            assert rotated <= small.max_length * small.rope_theta ** (2 / small.head_dim - 1)
 
 
 @pytest.mark.fuzz

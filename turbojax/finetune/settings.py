@@ -168,7 +168,7 @@ def for_context(config: TransformerConfig, context: int) -> TransformerConfig:
 
     Where the context grows by a factor s, the base of the rotary frequencies grows to
     ``theta * s**(R / (R - 2))`` where R channels of a head are rotated: the slowest pair of
-    channels then turns over the new context as far as it turned over the old one, while the
+    channels then rotates over the new context as far as it was rotated over the old one, while the
     fastest, which tells neighbours apart, keeps its speed ("NTK-aware" scaling).
 
     Args:
@@ -180,7 +180,7 @@ def for_context(config: TransformerConfig, context: int) -> TransformerConfig:
       `max_length` suffices. A base of its own of layers with a window stays: they see no further.
 
     Raises:
-      ValueError: if two channels are rotated, of which none turns more slowly.
+      ValueError: if two channels are rotated, of which none is rotated more slowly.
     """
     if context <= config.max_length:
         return config

@@ -134,12 +134,12 @@ class Int4Experts(nnx.Module):
         for name, kernel in kernels.items():
             if kernel.ndim != 3:
                 raise ValueError(f"{name}.shape={kernel.shape} must be [experts, inputs, outputs]")
-        turned = [jnp.swapaxes(kernel, 1, 2) for kernel in kernels.values()]
-        gate_up = quantize_experts(*turned[:2], group_size=group_size, scale_dtype=scale_dtype)
+        transposed = [jnp.swapaxes(kernel, 1, 2) for kernel in kernels.values()]
+        gate_up = quantize_experts(*transposed[:2], group_size=group_size, scale_dtype=scale_dtype)
         return cls(
             router,
             gate_up,
-            quantize_experts(turned[2], group_size=group_size, scale_dtype=scale_dtype),
+            quantize_experts(transposed[2], group_size=group_size, scale_dtype=scale_dtype),
             top_k=top_k,
             softmax=softmax,
             normalize=normalize,

@@ -92,9 +92,9 @@ class AttentionProjections(nnx.Module):
         """Query ``[B, T, N, H]`` and key ``[B, T, K, H]``, rotated, and value ``[B, T, K, H]``.
 
         `x` is ``[B, T, D]``, and `angles` float32 ``[B, T, 1, R/2]``, see `Rope.angles`; `rope` is
-        given if they are of another one than the module's own. Without `rotates`, no position turns
-        queries and keys, whatever the module has. Within `shard_map`, `over` are the axes of a mesh
-        over which query heads, and those over which KV heads are split.
+        given if they are of another one than the module's own. Without `rotates`, no position
+        rotates queries and keys, whatever the module has. Within `shard_map`, `over` are the axes
+        of a mesh over which query heads, and those over which KV heads are split.
 
         Raises ValueError if there are angles and no rotary embedding, or the other way round.
         """

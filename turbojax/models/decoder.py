@@ -199,9 +199,9 @@ def apply_layers(
     new_caches = []
     for i, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
         options, rope = config.attention_options(i), config.rope_of(i)
-        turned = None if rope is None else angles[rope]
+        rotated = None if rope is None else angles[rope]
         number = next(j for j, other in enumerate(attends) if other is attends[i])
-        hidden, new_cache = apply_one(layer, hidden, turned, cache, number, options, rope)
+        hidden, new_cache = apply_one(layer, hidden, rotated, cache, number, options, rope)
         new_caches.append(new_cache)
     return hidden, tuple(new_caches)
 

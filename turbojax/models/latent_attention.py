@@ -99,14 +99,14 @@ class LatentAttention(nnx.Module):
         `x` is ``[B, T, D]``; `angles` are float32 ``[B, T, 1, R/2]``, see `Rope.angles`, from
         `rope`.
         """
-        query, turned = self._queries(x, angles, rope)
+        query, rotated = self._queries(x, angles, rope)
         latent, rotary = self.latents(x, angles, rope)
         each = self.kv_b_proj(latent).reshape(*x.shape[:2], self.num_heads, -1)
         key, value = jnp.split(each, [self.latent.nope_dim], axis=-1)
         rotary = jnp.broadcast_to(rotary, (*key.shape[:3], rotary.shape[-1]))
         padding = self.latent.key_dim - self.latent.value_dim
         return (
-            jnp.concatenate([query, turned], axis=-1),
+            jnp.concatenate([query, rotated], axis=-1),
             jnp.concatenate([key, rotary], axis=-1),
             jnp.pad(value, ((0, 0),) * 3 + ((0, padding),)),
         )
@@ -114,15 +114,15 @@ class LatentAttention(nnx.Module):
     def latents(self, x: jax.Array, angles: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
         """What is kept of tokens: normed latents ``[B, T, C]``, rotary keys ``[B, T, 1, R]``."""
         latent, rotary = jnp.split(self.kv_a_proj(x), [self.latent.rank], axis=-1)
-        return self.kv_a_norm(latent), _turn(rotary[:, :, None], angles, rope, self.latent)
+        return self.kv_a_norm(latent), _rotate(rotary[:, :, None], angles, rope, self.latent)
 
     def absorbed_queries(
         self, x: jax.Array, angles: jax.Array, rope: Rope
     ) -> tuple[jax.Array, jax.Array]:
         """Queries for latents ``[B, T, N, C]`` and for rotary keys ``[B, T, N, R]``."""
-        query, turned = self._queries(x, angles, rope)
+        query, rotated = self._queries(x, angles, rope)
         up, _ = self._up()
-        return jnp.einsum("btnh,cnh->btnc", query, up), turned
+        return jnp.einsum("btnh,cnh->btnc", query, up), rotated
 
     def absorbed_output(self, attended: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
         """Maps attended latents ``[B, T, N, C]`` to ``[B, T, D]``; see `summed`."""
@@ -145,8 +145,8 @@ class LatentAttention(nnx.Module):
             assert self.q_a_norm is not None
             joined = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
         each = joined.reshape(*x.shape[:2], self.num_heads, -1)
-        query, turning = jnp.split(each, [self.latent.nope_dim], axis=-1)
-        return query, _turn(turning, angles, rope, self.latent)
+        query, rotary = jnp.split(each, [self.latent.nope_dim], axis=-1)
+        return query, _rotate(rotary, angles, rope, self.latent)
 
     def _up(self) -> tuple[jax.Array, jax.Array]:
         """``W_UK`` ``[C, N, nope]`` and ``W_UV`` ``[C, N, value]`` in the computation's dtype."""
@@ -160,7 +160,7 @@ class LatentAttention(nnx.Module):
         return key, value
 
 
-def _turn(x: jax.Array, angles: jax.Array, rope: Rope, latent: LatentConfig) -> jax.Array:
+def _rotate(x: jax.Array, angles: jax.Array, rope: Rope, latent: LatentConfig) -> jax.Array:
     """Rotates ``[B, T, heads, R]``.
 
     Pairs that lie side by side are taken apart first, in queries and keys alike, so that their

@@ -410,8 +410,8 @@ class Transformer(nnx.Module):
             if self.gather is not None:
                 params = self.gather({name: params})[name]
             block = nnx.merge(stacks[name][0], params)
-            turned = None if rope is None else angles[rope]
-            return block(hidden, turned, attend, cache, options, rope, self.axes)
+            rotated = None if rope is None else angles[rope]
+            return block(hidden, rotated, attend, cache, options, rope, self.axes)
 
         if self.remat:
             policy = save_attention if self.remat == "attention" else None

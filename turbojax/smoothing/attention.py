@@ -1,8 +1,8 @@
-"""Smoothing of keys around RoPE, which turns channels i and i + H/2 together.
+"""Smoothing of keys around RoPE, which rotates channels i and i + H/2 together.
 
-Where it turns the first R channels of a head alone, these are pairs i, i + R/2. The others stay
+Where it rotates the first R channels of a head alone, these are pairs i, i + R/2. The others stay
 where they are, so any two of them may count as a pair: here it is R + j and (R + H)/2 + j. Of RoPE
-that turns channels 2i and 2i + 1 together, all pairs are such neighbours.
+that rotates channels 2i and 2i + 1 together, all pairs are such neighbours.
 
 Pairs without outliers are scaled before RoPE, at no cost, by one factor each, which commutes with
 the rotation (RPN). The few pairs with outliers are scaled after it, channel by channel (CRS). FireQ
@@ -20,19 +20,19 @@ from turbojax.smoothing._values import check_maxima, factor_or_one, widened
 def split_pairs(
     x: jax.Array, rotary_dim: int | None = None, interleaved: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """The first and the second channel of each pair, those that RoPE turns before the others.
+    """The first and the second channel of each pair, those that RoPE rotates before the others.
 
-    `x` is ``[..., H]``, the two results ``[..., H/2]``. RoPE turns `rotary_dim` of the channels,
+    `x` is ``[..., H]``, the two results ``[..., H/2]``. RoPE rotates `rotary_dim` of the channels,
     all if None, and with `interleaved` channels 2i and 2i + 1 together. Raises ValueError if there
     are not so many channels, or an odd number.
     """
     size = x.shape[-1]
-    turned = size if rotary_dim is None else rotary_dim
-    if size % 2 or turned % 2 or not 0 < turned <= size:
+    rotated = size if rotary_dim is None else rotary_dim
+    if size % 2 or rotated % 2 or not 0 < rotated <= size:
         raise ValueError(f"{rotary_dim=} must be even and at most {size}, which must be even, too")
     if interleaved:
         return x[..., ::2], x[..., 1::2]
-    a, b, c, d = jnp.split(x, (turned // 2, turned, (turned + size) // 2), axis=-1)
+    a, b, c, d = jnp.split(x, (rotated // 2, rotated, (rotated + size) // 2), axis=-1)
     return jnp.concatenate([a, c], axis=-1), jnp.concatenate([b, d], axis=-1)
 
 
@@ -43,8 +43,8 @@ def of_channels(
     if interleaved:
         return jnp.repeat(pairs, 2, axis=-1)
     half = pairs.shape[-1] if rotary_dim is None else rotary_dim // 2
-    turned, others = pairs[..., :half], pairs[..., half:]
-    return jnp.concatenate([turned, turned, others, others], axis=-1)
+    rotated, others = pairs[..., :half], pairs[..., half:]
+    return jnp.concatenate([rotated, rotated, others, others], axis=-1)
 
 
 def rope_preserving_norm(
@@ -100,7 +100,7 @@ def channel_rope_scale(
       beta: the common factor, positive. None where RPN does not bring the other channels to a
         common size: then the reciprocal of the median of the other channels' largest values, so
         that the chosen channels become as large as those.
-      rotary_dim: channels that RoPE turns; all if None.
+      rotary_dim: channels that RoPE rotates; all if None.
       interleaved: see `split_pairs`.
 
     Returns:

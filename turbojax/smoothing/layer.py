@@ -67,8 +67,9 @@ class LayerWeights:
     Invariants, checked by `validate`:
       - D is the residual width, N and K the query and key/value heads, H the head dim, F the inner
         width; N is a multiple of K, and query head n attends to head ``n // (N / K)``.
-      - Rows of q, k and v and columns of o are heads one after the other; RoPE turns channels i and
-        ``i + R/2`` of a head together, of its first R, or 2i and 2i + 1 where it is interleaved.
+      - Rows of q, k and v and columns of o are heads one after the other; RoPE rotates channels i
+        and ``i + R/2`` of a head together, of its first R, or 2i and 2i + 1 where it is
+        interleaved.
       - There is a `q_norm` if and only if there is a `k_norm`.
 
     A layer of experts has all of theirs side by side: F is the sum of their widths, and
@@ -94,7 +95,7 @@ class LayerWeights:
       key_channel_scale: ``[K, H]``, by which rotated keys are divided and rotated queries
         multiplied (CRS, see `scale_rotated`), or None.
       router: weight ``[E, D]``, of the input of gate and up, by which experts are chosen, or None.
-      interleaved: whether RoPE turns channels 2i and 2i + 1 together.
+      interleaved: whether RoPE rotates channels 2i and 2i + 1 together.
       parallel: whether gate and up read what q, k and v do; there is no `mlp_norm` then.
       is_up_linear: whether ``act(gate(m))`` is multiplied with ``up(m)`` itself, and not with what
         a limit and a summand make of it, which must not be scaled. Biases of experts are those of

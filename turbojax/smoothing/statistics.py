@@ -24,8 +24,8 @@ class KeyStatistics:
       pair_norm: ``[K, H/2]``, largest norm of each pair of channels before RoPE, see `split_pairs`.
       absmax: ``[K, H]``, largest absolute value of each channel after RoPE.
       tokens: int32 scalar, how many tokens were seen.
-      rotary_dim: channels that RoPE turns; all if None.
-      interleaved: whether it turns channels 2i and 2i + 1 together.
+      rotary_dim: channels that RoPE rotates; all if None.
+      interleaved: whether it rotates channels 2i and 2i + 1 together.
     """
 
     pair_norm: jax.Array

@@ -104,7 +104,7 @@ class _Memory(NamedTuple):
     raw: Ref | None = None
     raw_ready: Ref | None = None
     q_scale: Ref | None = None
-    turns: Ref | None = None
+    tensor_core_order: Ref | None = None
     query_ids: Ref | None = None
     key_ids: Ref | None = None
     own: Ref | None = None
@@ -197,7 +197,7 @@ class _Consumer:
     first: jax.Array
     length: jax.Array
     blocks: Span
-    turns: ring.Turns
+    ping_pong: ring.PingPong
     s: Settings
     ids: tuple[Ref, Ref] | None = None
     segments: packing.Bounds | None = None
@@ -335,7 +335,7 @@ class _Consumer:
     def softmax(
         self, scores: jax.Array, m: jax.Array, l: jax.Array, factors: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        self.turns.wait()
+        self.ping_pong.wait()
 
         def f(scores: Any, m: Any, l: Any, *factors: Any) -> tuple[Any, ...]:
             return softmax.step(scores, m, l, factors, self.s.policy)
@@ -424,7 +424,7 @@ class _Consumer:
         following = ring.next_slot(slot, s.stages)
         self.wait_for_key(blocks.begin + 1, following)
         plgpu.barrier_wait(self.ready[1].at[slot])
-        self.turns.hand_on()
+        self.ping_pong.hand_on()
         p = self.pack(p)
         o = ring.full(0.0, (ROWS, head_dim), _MATRIX)
         dtype = jnp.int32 if s.mode == "int8" else jnp.float32
@@ -448,7 +448,7 @@ class _Consumer:
             # Loops over which the compiler moves no instructions: the softmax stays before them.
             self.wait_for_key(j + 1, following)
             plgpu.barrier_wait(self.ready[1].at[slot])
-            self.turns.hand_on()
+            self.ping_pong.hand_on()
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.free[1].at[before])
             p = self.pack(p)
@@ -484,7 +484,7 @@ class _Consumer:
         following = ring.next_slot(slot, s.stages)
         self.wait_for_key(blocks.begin + 1, following)
         plgpu.barrier_wait(self.ready[1].at[slot])
-        self.turns.hand_on()
+        self.ping_pong.hand_on()
         p = self.pack(p)
         left = right = ring.full(0.0, (ROWS, _PART), _MATRIX)
 
@@ -503,7 +503,7 @@ class _Consumer:
             weights, m, l, next_alpha, unit = self.softmax(scores, m, l, factors)
             # A loop, over which the compiler moves no instructions, as in `run`.
             self.wait_for_key(j + 1, following)
-            self.turns.hand_on()
+            self.ping_pong.hand_on()
             plgpu.wgmma_wait(0)
             left = self.merge(left, product, alpha, value_unit)
             product = self.output(p, before, 1)
@@ -558,11 +558,11 @@ class _Consumer:
             o, l, x, top, m, alpha, before, slot = carry
             factors = self.factors(j)
             added = self.added(j)
-            self.turns.wait()
+            self.ping_pong.wait()
             scores = self.scores(slot)
             weights, l, unit = self.weigh(x, top, m, alpha, l)
             plgpu.barrier_wait(self.ready[1].at[before])
-            self.turns.hand_on()
+            self.ping_pong.hand_on()
             plgpu.wgmma_wait(0)
             product = self.output(self.pack(weights), before)
             self.multiplied(slot)
@@ -587,10 +587,10 @@ class _Consumer:
         carry = self.over_rest(step, carry)
         o, l, x, top, m, alpha, slot, following = carry
         plgpu.barrier_arrive(self.query_free)
-        self.turns.wait()
+        self.ping_pong.wait()
         weights, l, unit = self.weigh(x, top, m, alpha, l)
         plgpu.barrier_wait(self.ready[1].at[slot])
-        self.turns.hand_on()
+        self.ping_pong.hand_on()
         product = self.output(self.pack(weights), slot)
         unit = self.value_unit(unit, blocks.end - 1)
         plgpu.wgmma_wait(0)
@@ -644,7 +644,7 @@ def _attend(
         first=work.position(start),
         length=work.length,
         blocks=work.blocks,
-        turns=ring.Turns(y.turns, me, s.consumers),
+        ping_pong=ring.PingPong(y.tensor_core_order, me, s.consumers),
         s=s,
         ids=None if y.query_ids is None else (y.query_ids.at[place, me], y.key_ids),
         segments=work.segments,
@@ -715,7 +715,7 @@ def _kernel(*refs: Ref, s: Settings, tiles: int, names: tuple[str, ...]) -> None
     batch, _, heads, _ = out_ref.shape
     me, share = (
         lax.axis_index("warpgroup"),
-        ring.Share(batch * heads * tiles, turns=s.is_causal or s.has_segments),
+        ring.Share(batch * heads * tiles, zigzag=s.is_causal or s.has_segments),
     )
     quantizes = x.q_scale is None
 
@@ -735,7 +735,7 @@ def _kernel(*refs: Ref, s: Settings, tiles: int, names: tuple[str, ...]) -> None
             for i in range(_QUERY_SLOTS):
                 plgpu.barrier_arrive(y.q_free.at[i])
             ring.free_at_first(s.stages, (y.k_free, y.v_free))
-            ring.Turns(y.turns, me, s.consumers).begin()
+            ring.PingPong(y.tensor_core_order, me, s.consumers).begin()
             share.by_index(consume)
             plgpu.wait_smem_to_gmem(0)
 
@@ -793,8 +793,8 @@ def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -
             raw_ready=plgpu.Barrier(),
             q_scale=plgpu.SMEM((quantize.PARTS + _QUERY_SLOTS, warpgroups), jnp.float32),
         )
-    if s.in_turns:
-        memory = memory._replace(turns=ring.Turns.memory(s.consumers))
+    if s.ping_pong:
+        memory = memory._replace(tensor_core_order=ring.PingPong.memory(s.consumers))
     if with_ids:
         memory = memory._replace(
             query_ids=plgpu.SMEM((_QUERY_SLOTS, *of_each), jnp.int32),

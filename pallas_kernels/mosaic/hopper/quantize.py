@@ -198,16 +198,16 @@ def launch(
     lengths: jax.Array,
     given: Sequence[tuple[Any, Sequence[jax.Array]]],
     *,
-    in_turns: bool = False,
+    alternate: bool = False,
 ) -> list[list[jax.Array]]:
     """Runs all of the given work in one launch.
 
     `given` are kinds of `Work`, each with the arrays that it reads; `lengths` are int32 ``[B]``,
-    for all of it. With `in_turns` the programs of all kinds, equally many, alternate; otherwise
+    for all of it. With `alternate` the programs of all kinds, equally many, take turns; otherwise
     kinds follow each other.
     """
     counts = [work.programs for work, _ in given]
-    in_turns = in_turns and len(set(counts)) == 1
+    alternate = alternate and len(set(counts)) == 1
     outputs = [work.outputs for work, _ in given]
 
     def body(arrays: list[Pointer], ids: list[Int]) -> None:
@@ -220,7 +220,7 @@ def launch(
             end = begin + counts[number]
             if kinds == 1:
                 work.run(ids[0], arrays[0], x, y, memory)
-            elif in_turns:
+            elif alternate:
                 with lane.when((ids[0] % kinds).equals(number)):
                     work.run(ids[0] // kinds, arrays[0], x, y, memory)
             else:

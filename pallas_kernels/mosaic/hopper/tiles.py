@@ -31,7 +31,7 @@ class Settings:
     # multiple of it.
     tile: int = 128
     consumers: int = 2  # warpgroups that attend, with 64 queries each
-    in_turns: bool = False  # whether they compute exponentials in turns, see `ring.Turns`
+    ping_pong: bool = False  # whether they compute exponentials in turns, see `ring.PingPong`
     # Whether queries see only keys of their own segment, or within their own bounds.
     has_segments: bool = False
     has_slopes: bool = False

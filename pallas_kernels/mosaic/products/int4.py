@@ -174,21 +174,21 @@ def expand_transposed(codes: Any, scales: Any, tables: Any, group: Any, out: Any
     group = lane.scalar(group)
     quad, warp = number & 31, number >> 5
     line, part = quad >> 2, quad & 3
-    place, turned = (warp + part) & 3, line & 1
+    place, swap = (warp + part) & 3, line & 1
     # Of the two tiles the lane's, of its rows the first four.
     tile, first = (quad >> 4) * 2 + group, (quad & 15) * _EACH
     words = Pointer.to(scales).at(tile * 64, first).word()
     source = Pointer.to(codes).at(tile * (64 * ROW_BYTES), first * ROW_BYTES, place * 16)
     rows = []
     for i in range(_EACH):
-        row = turned ^ i
+        row = swap ^ i
         scale = (words >> (row << 3)) & (TABLES - 1)
         table = Pointer.to(tables).at(scale * TABLE_BYTES).words(4)
         held = source.at(row * ROW_BYTES).words(4)
         rows.append([x for word in held for x in convert(word, table)])
-    is_turned = turned.equals(1)
+    is_swapped = swap.equals(1)
     # Either order of the lower, and of the upper, halves of two words.
-    picks = is_turned.where(0x1504, 0x5140), is_turned.where(0x3726, 0x7362)
+    picks = is_swapped.where(0x1504, 0x5140), is_swapped.where(0x3726, 0x7362)
     targets = []
     for i in range(_EACH):
         k = (place << 2) + i

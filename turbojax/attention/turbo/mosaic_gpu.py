@@ -63,7 +63,7 @@ class Launch(NamedTuple):
     tile: int
     consumers: int = 2
     quantizes: bool = False
-    in_turns: bool = False
+    ping_pong: bool = False
 
 
 @functools.partial(jax.jit, static_argnames=("config", "options", "launch"))
@@ -137,7 +137,7 @@ def attention(
             ahead=launch.ahead,
             tile=launch.tile,
             consumers=launch.consumers,
-            in_turns=launch.in_turns,
+            ping_pong=launch.ping_pong,
         ),
         shifts=modifiers.shift(),
         segments=segments,
@@ -162,7 +162,7 @@ def default_launch(
     out is relative to the maximum up to a weight's block. Computing scores ahead takes more
     registers than there are in mode ``"int8"``, whose second products are converted too, and with
     256 channels. With 64 channels a third warpgroup fits instead, if a sequence has queries for it.
-    Taking turns is slower there, and in mode ``"int8"``. A bias of tiles of 64 keys has registers,
+    Ping-pong is slower there, and in mode ``"int8"``. A bias of tiles of 64 keys has registers,
     also ahead, but not one of all pairs in float32 (see `pallas_kernels.mosaic.bias`).
     """
     head_dim, is_int8 = padded_head_dim(query.shape[-1]), config.mode == "int8"
@@ -187,7 +187,7 @@ def default_launch(
         tile=tile,
         consumers=consumers,
         quantizes=quantizes_queries(query, config, consumers),
-        in_turns=is_wide or not (is_narrow or is_int8 or has_bias),
+        ping_pong=is_wide or not (is_narrow or is_int8 or has_bias),
     )
 
 

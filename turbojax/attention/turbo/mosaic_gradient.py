@@ -32,13 +32,13 @@ _ROWS = 64
 class Launch(NamedTuple):
     """How the two kernels, of queries and of keys, are laid out.
 
-    Their numbers are the steps whose operands are in shared memory; for `in_turns` see
+    Their numbers are the steps whose operands are in shared memory; for `ping_pong` see
     `pallas_kernels.mosaic.hopper.gradient.tiles.Settings`.
     """
 
     queries: int
     keys: int
-    in_turns: bool = False
+    ping_pong: bool = False
 
 
 def unsupported(
@@ -144,7 +144,7 @@ def gradient(
     computed = wanted if unit is None else jnp.float32
     d_q = queries.query_gradient(x, computed, settings(launch.queries))
     d_q = d_q[:, :tokens, :, :head_dim]
-    d_k, d_v = keys.key_gradient(x, computed, settings(launch.keys, in_turns=launch.in_turns))
+    d_k, d_v = keys.key_gradient(x, computed, settings(launch.keys, ping_pong=launch.ping_pong))
     d_k, d_v = d_k[:, :size, :, :head_dim], d_v[:, :size, :, :of_values]
     if unit is not None:
         d_q, d_k, d_v = ((y / unit).astype(wanted) for y in (d_q, d_k, d_v))
@@ -245,7 +245,9 @@ def _unit(d_out: jax.Array) -> jax.Array:
     return jnp.exp2(-jnp.floor(jnp.log2(jnp.where(usual, largest, 1.0))))
 
 
-def _settings(config: TurboConfig, options: Options, stages: int, *, in_turns: bool = False) -> Any:
+def _settings(
+    config: TurboConfig, options: Options, stages: int, *, ping_pong: bool = False
+) -> Any:
     from pallas_kernels.mosaic.hopper.gradient.tiles import Settings
 
     return Settings(
@@ -258,21 +260,21 @@ def _settings(config: TurboConfig, options: Options, stages: int, *, in_turns: b
         block_kv=config.block_kv,
         stages=stages,
         programs=multiprocessors(),
-        in_turns=in_turns,
+        ping_pong=ping_pong,
     )
 
 
 def default_launch(head_dim: int, config: TurboConfig, *, is_plain: bool = True) -> Launch:
     """As many stages as fit into shared memory, up to the number that was fastest.
 
-    Turns were faster with 128 channels and 8 bits; with 64 or 256 they were not timed.
+    Ping-pong was faster with 128 channels and 8 bits; with 64 or 256 they were not timed.
     """
     is_8bit = config.gradient == "8bit"
     if head_dim == rows.HEAD_DIMS[-1]:
         return Launch(2, 2) if is_8bit else Launch(1, 1)
     # Four steps of codes and of two operands in 16 bits fill the shared memory.
     is_full = not is_plain and not is_8bit and config.mode != "float"
-    return Launch(3 if is_full else 4, 3, in_turns=is_8bit and head_dim == rows.HEAD_DIMS[1])
+    return Launch(3 if is_full else 4, 3, ping_pong=is_8bit and head_dim == rows.HEAD_DIMS[1])
 
 
 def _in_16_bits(x: jax.Array) -> jax.Array:

@@ -278,10 +278,10 @@ def select(
     modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> Implementation:
     """The implementation for a call of `paged_attention`; only shapes and dtypes are used."""
-    turned = cache.formats.key.is_rotated
+    rotated = cache.formats.key.is_rotated
     return PAGED.select(
         implementation,
-        query=jax.ShapeDtypeStruct(query.shape, jnp.float32 if turned else query.dtype),
+        query=jax.ShapeDtypeStruct(query.shape, jnp.float32 if rotated else query.dtype),
         cache=cache,
         block_tables=block_tables,
         options=options,

@@ -134,7 +134,7 @@ def _attend(
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
     """`attend` with tables within the pool; sequences of negative length cannot be read."""
-    from pallas_kernels.mosaic.hopper.paged_prompt import kernel, turn
+    from pallas_kernels.mosaic.hopper.paged_prompt import kernel, transpose
 
     tokens = query.shape[1]
     window = None if options.window is None else options.window[0]
@@ -150,7 +150,7 @@ def _attend(
     keys, values, nonfinite = cache.key, cache.value, None
     starts = jnp.zeros_like(lengths) if window is None else lengths - query_lengths - window
     if _is_multiplied_in_8_bits(cache):
-        values, nonfinite = turn.turn(values, block_tables, lengths, starts)
+        values, nonfinite = transpose.transpose(values, block_tables, lengths, starts)
     elif cache.kv_dtype != "auto":
         keys, values, block_tables = _expand(cache, block_tables, lengths, starts)
     factors = [_score_factor(options) * _scale_of(cache.key_scale), _scale_of(cache.value_scale)]

@@ -571,7 +571,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            while self._turn():
+            while self._run_once():
                 pass
         except BaseException as error:
             self._die(error)
@@ -579,7 +579,7 @@ class AsyncEngine:
             waiters = self._over.changed()
         wake(waiters)
 
-    def _turn(self) -> bool:
+    def _run_once(self) -> bool:
         """Does what was asked for, then a step; returns whether there is more to do."""
         with self._condition:
             self._condition.wait_for(self._has_work)

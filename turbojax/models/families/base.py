@@ -175,15 +175,15 @@ class Family:
         )
         if not self.rotates_parts:
             self._require_whole(found)
-        turned = None if found.partial == 1 else int(head_dim * found.partial)
-        return {"rope_theta": found.theta, "rope_scaling": found.scaling, "rotary_dim": turned}
+        rotated = None if found.partial == 1 else int(head_dim * found.partial)
+        return {"rope_theta": found.theta, "rope_scaling": found.scaling, "rotary_dim": rotated}
 
     def _write_rope(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The keys that `_read_rope` reads, in the spellings of transformers 4 and 5."""
         keys = rope.write(fields["rope_theta"], fields["rope_scaling"], fields["max_length"])
         if self.rotates_parts:
-            turned = fields["rotary_dim"]
-            partial = 1.0 if turned is None else turned / fields["head_dim"]
+            rotated = fields["rotary_dim"]
+            partial = 1.0 if rotated is None else rotated / fields["head_dim"]
             keys[rope.PARTIAL] = keys["rope_parameters"][rope.PARTIAL] = partial
         return keys
 

@@ -31,12 +31,12 @@ class DeepseekV2(Family):
         """See `Family`."""
         given = dict(hf)
         # If there is a `head_dim`, it is the width of what rotates.
-        turned, joined = given.pop("head_dim", None), given.pop("qk_head_dim", None)
+        rotated, joined = given.pop("head_dim", None), given.pop("qk_head_dim", None)
         # Any `head_dim` will do here: the width of the latent's parts replaces it.
         fields = super().read({**given, "head_dim": 1, "num_key_value_heads": None})
         latent: LatentConfig = fields["latent"]
         for key, value, wanted in (
-            ("head_dim", turned, latent.rope_dim),
+            ("head_dim", rotated, latent.rope_dim),
             ("qk_head_dim", joined, latent.key_dim),
         ):
             if value not in (None, wanted):

@@ -240,7 +240,7 @@ def _require_latents(kinds: Sequence[CacheKind], axes: Axes) -> None:
 def widths_of(config: TransformerConfig, kind: CacheKind) -> tuple[int, int, int | None]:
     """What a layer's cache of this kind holds of a token: KV heads, their channels, and None.
 
-    A cache of latents holds 1, ``C + R`` and R, the channels that rotary embeddings turn.
+    A cache of latents holds 1, ``C + R`` and R, the channels that rotary embeddings rotate.
     """
     if not kind_for(kind).has_latents:
         return config.num_kv_heads, config.head_dim, None
@@ -261,7 +261,7 @@ def windows_of_layers(
 
 
 _Sizes = tuple[int, int, int, int, int | None]
-"""Sequences, tokens, heads, channels, and of latents those that turn."""
+"""Sequences, tokens, heads, channels, and of latents those that are rotated."""
 
 
 def _init(

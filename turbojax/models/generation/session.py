@@ -118,7 +118,7 @@ def start(
 
     A model with LongRoPE takes its long factors if `max_length` is more than the length it was
     trained with before, and its short ones otherwise, for all sequences and to their end: cached
-    keys cannot be turned anew. A `UserWarning` says where a prompt alone would have other factors.
+    keys cannot be rotated anew. A `UserWarning` says where a prompt alone would have other factors.
 
     Args:
       model: the model, quantized or not. A `Transformer` is unstacked first, which holds its layers

@@ -79,7 +79,7 @@ class _Memory(NamedTuple):
     key_free: Ref
     ready: Ref
     free: Ref
-    turns: Ref | None
+    tensor_core_order: Ref | None
     ids: tuple[Ref, Ref] | None
     own: Ref | None
 
@@ -96,7 +96,7 @@ def _consume(
         for scales in (x.k_scale, x.v_scale)
     )
     k_scale = k_scale * tiles.scores_factor(s)
-    turns = ring.Turns(m.turns, me, WARPGROUPS)
+    ping_pong = ring.PingPong(m.tensor_core_order, me, WARPGROUPS)
     plgpu.barrier_wait(m.key_ready.at[me])
 
     def add(
@@ -115,7 +115,7 @@ def _consume(
         added: tuple[jax.Array, ...] = ()
         if kind is not None:
             added = (biases.of_keys(x.bias, kind.line(work.b, head), query, first),)
-        turns.wait()
+        ping_pong.wait()
         plgpu.wgmma_wait(1)
         position = tiles.shifted(query, work.shift)
         ids = None if m.ids is None else (m.ids[0].at[me], m.ids[1].at[slot])
@@ -124,7 +124,7 @@ def _consume(
         linear = () if x.slopes is None else (x.slopes[head], position - first)
         weights, *slopes, words = tile.weigh(scores, lse, q_factor, limits, linear, added)
         d_v = tiles.add_product(d_v, words, m.d_out.at[slot])
-        turns.hand_on()
+        ping_pong.hand_on()
         delta = ring.load(m.delta.at[slot], COLUMN)
         plgpu.wgmma_wait(1)
         words = tile.score_gradients(weights, products, delta, d_factor, tuple(slopes), limits)
@@ -133,8 +133,8 @@ def _consume(
         return tiles.arrived(d_k), tiles.arrived(d_v)
 
     def skip(d_k: jax.Array, d_v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        turns.wait()
-        turns.hand_on()
+        ping_pong.wait()
+        ping_pong.hand_on()
         return d_k, d_v
 
     def step(i: jax.Array, carry: Any, head: jax.Array, is_masked: bool) -> Any:
@@ -212,12 +212,12 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
     apart = [ref.dtype != dtype or head_dim != width for ref in (x.q8, x.d8)]
 
     def body(*memory: Any) -> None:
-        k8, v8, q, d_out, lse, delta, out, ready, free, eights, turns, ids, own = memory
+        k8, v8, q, d_out, lse, delta, out, ready, free, eights, tensor_core_order, ids, own = memory
         q8, d8 = (eights.pop(0) if mine else x for mine, x in zip(apart, (q, d_out), strict=True))
         rows = (k8, v8, q8, d8, q, d_out, lse, delta, out)
         of_slots = (ready[0], free[0], ready[1], free[1])
-        turns, own = (x[0] if x else None for x in (turns, own))
-        m = _Memory(*rows, *of_slots, turns, tuple(ids) or None, own)
+        tensor_core_order, own = (x[0] if x else None for x in (tensor_core_order, own))
+        m = _Memory(*rows, *of_slots, tensor_core_order, tuple(ids) or None, own)
 
         def over_tiles(f: Any) -> None:
             share.loop(lambda number, slot: f(_Work(number, x, s), slot))
@@ -233,7 +233,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
 
         def start_to_consume() -> None:
             ring.free_at_first(s.stages, [m.free], m.key_free.at[me])
-            ring.Turns(m.turns, me, WARPGROUPS).begin()
+            ring.PingPong(m.tensor_core_order, me, WARPGROUPS).begin()
             over_tiles(consume)
 
         def produce() -> None:
@@ -260,7 +260,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
             for mine, ref in zip(apart, (x.q8, x.d8), strict=True)
             if mine
         ],
-        [ring.Turns.memory(WARPGROUPS)] * s.in_turns,
+        [ring.PingPong.memory(WARPGROUPS)] * s.ping_pong,
         [plgpu.SMEM((n, ROWS), jnp.int32) for n in (WARPGROUPS, s.stages) if has_ids],
         [plgpu.SMEM((s.stages, 2, ROWS), jnp.int32)] * has_own,
         collective_axes="warpgroup",

@@ -241,7 +241,7 @@ def prepare_rows(
         "turbojax_gradient_rows_hopper",
         lengths,
         [(work, [d_out, out, residual, d_residual]), (queries, [query])],
-        in_turns=True,
+        alternate=True,
     )
     [lse, delta, *of_codes], [q8, q_scale] = results
     d8, d_scale = of_codes or (None, None)

@@ -38,8 +38,8 @@ class Settings:
     block_kv: int  # keys that share a scale, and values that do, a multiple of 64
     stages: int  # how many steps' operands are in shared memory
     programs: int = 132  # how many run side by side, one to a multiprocessor
-    # Whether the warpgroups of the gradient of keys weigh in turns, see `ring.Turns`.
-    in_turns: bool = False
+    # Whether the warpgroups of the gradient of keys weigh in turns, see `ring.PingPong`.
+    ping_pong: bool = False
 
     @property
     def together(self) -> int:
@@ -189,7 +189,7 @@ def place_of(
 
 
 def share_of(total: int, order: Ref | None) -> ring.Share:
-    return ring.Share(total, together=2) if order is None else ring.Share(total, turns=True)
+    return ring.Share(total, together=2) if order is None else ring.Share(total, zigzag=True)
 
 
 def numbers(tokens: int, order: jax.Array | None) -> int:

@@ -11,10 +11,10 @@ keys share. N heads are N queries of the same token, so a program takes 64 rows 
 A program has three warpgroups. The first finds weights of 64 tokens, in two halves (`softmax`), and
 hands them on in shared memory. Both the first and the second sum, each its half of the latent's
 channels, so that their 64 x 256 sums fit in registers. The third copies into two slots of 64
-tokens, each of which serves as keys and, turned by the matrix unit's descriptor, as values. What is
-stored in fewer bits is expanded into them by the third, and by the second while the first finds
-weights. (Four warpgroups, one of which only finds weights, would keep the matrix unit busier, but
-ptxas does not compile a product of 128 sums a thread where a thread starts with 128 registers.)
+tokens, each of which serves as keys and, transposed by the matrix unit's descriptor, as values.
+What is stored in fewer bits is expanded into them by the third, and by the second while the first
+finds weights. (Four warpgroups, one of which only finds weights, would keep the matrix unit busier,
+but ptxas does not compile a product of 128 sums a thread where a thread starts with 128 registers.)
 
 Sequences are cut into as many equal parts as fill the GPU, and `join` adds up what was found: bits
 of a query depend on what its sequence holds, and on the sizes of the call, not on other sequences.

@@ -43,7 +43,7 @@ def _accumulate(
     work: Work, slot: jax.Array, me: jax.Array, m: Tile, weights: tuple[Ref, ...], s: Settings
 ) -> tuple[jax.Array, jax.Array]:
     """A warpgroup's sums over its groups of inputs, the first of all in `slot`; the slot after."""
-    half, begin, slot, after = program.turn_of(work, slot, me, s)
+    half, begin, slot, after = program.share_of(work, slot, me, s)
     wait = functools.partial(program.wait_for, work=work, m=m)
 
     def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

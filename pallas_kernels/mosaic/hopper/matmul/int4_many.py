@@ -90,7 +90,7 @@ class Memory(NamedTuple):
     tile_free: Ref
     residual_ready: Ref
     tables_ready: Ref
-    turns: Ref
+    tensor_core_order: Ref
 
 
 class Arrays(NamedTuple):
@@ -143,25 +143,25 @@ def _accumulate(
     `operand` is the first group's weights as words, and its slot; `has_next` says whether another
     tile follows.
     """
-    turns = ring.Turns(m.turns, me, WARPGROUPS)
+    ping_pong = ring.PingPong(m.tensor_core_order, me, WARPGROUPS)
 
     def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, words, slot = carry
         is_inside = g + 1 < groups
         following = ring.next_slot(slot, s.stages)
         total = program.start(program.settle(words, slot), m.x.at[slot], total)
-        turns.hand_on()
+        ping_pong.hand_on()
         pl.when(is_inside | has_next)(lambda: plgpu.barrier_wait(m.ready.at[following]))
         # While the product is in flight. After the last group this converts stale memory.
         words = _operand(m, following, me)
         # Its turn for the next product: a loop, over which the compiler moves no instructions. The
         # next tile's comes after the outputs, for the other warpgroup writes at the same time.
-        pl.when(is_inside)(turns.wait)
+        pl.when(is_inside)(ping_pong.wait)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(m.free.at[slot])
         return total, words, following
 
-    turns.wait()
+    ping_pong.wait()
     carry = (ring.full(0.0, (ROWS, s.tokens)), *operand)
     total, words, slot = lax.fori_loop(jnp.int32(0), jnp.int32(groups), step, carry)
     return total, (words, slot)
@@ -235,7 +235,7 @@ def _memory(stages: int, scales: Any, s: Settings) -> Memory:
         tile_free=barrier(num_arrivals=WARPGROUPS),
         residual_ready=barrier(num_barriers=WARPGROUPS),
         tables_ready=barrier(),
-        turns=ring.Turns.memory(WARPGROUPS),
+        tensor_core_order=ring.PingPong.memory(WARPGROUPS),
     )
 
 
@@ -262,7 +262,7 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings) -> None:
 
         def start_to_consume() -> None:
             ring.free_at_first(s.stages, [m.free], m.tile_free)
-            ring.Turns(m.turns, me, WARPGROUPS).begin()
+            ring.PingPong(m.tensor_core_order, me, WARPGROUPS).begin()
             plgpu.barrier_wait(m.tables_ready)
             slot = jnp.int32(0)
             plgpu.barrier_wait(m.ready.at[slot])

@@ -204,7 +204,7 @@ def start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
     return ring.inline(run, types, kind)(x, *arrays)
 
 
-def turn_of(
+def share_of(
     work: Work, slot: jax.Array, me: jax.Array, s: Settings
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """A warpgroup's half of the rows, its first group of inputs and slot; the tile's last slot + 1.

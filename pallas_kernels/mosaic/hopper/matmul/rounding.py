@@ -57,14 +57,14 @@ class Rounding:
         return -(-self.groups * _RUNS // (_LANES * self.shares))
 
     @property
-    def turns(self) -> int:
+    def rounds(self) -> int:
         """How many tokens a warp takes, one after the other."""
         return -(-self.tokens // self.at_once)
 
     @property
     def held(self) -> int:
         """Runs of all its tokens that a lane holds, four words each."""
-        return self.steps * self.turns
+        return self.steps * self.rounds
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,14 +83,14 @@ class Loads:
         warp = lane.uniform(lane.thread() >> 5)
         number = lane.thread() & (_LANES - 1)
         loads = cls(r, number, warp // r.shares, warp % r.shares, runs=[])
-        for turn in range(r.turns):
-            token = loads._token(turn)
+        for index in range(r.rounds):
+            token = loads._token(index)
             row = x.times(token.minimum(r.tokens - 1), r.inputs * _BYTES)
             mine = []
             for step in range(r.steps):
                 run = loads._run(step)
                 input_ = first * GROUP + run * _RUN
-                is_there = loads._has(turn, r.tokens)
+                is_there = loads._has(index, r.tokens)
                 is_there = is_there & (run < r.groups * _RUNS) & (input_ < r.inputs)
                 words = row.at(is_there.where(input_, 0) * _BYTES).words_once(4, is_there)
                 mine.append([is_there.where(word, 0) for word in words])
@@ -106,11 +106,11 @@ class Loads:
         ``[columns]``. `maxima`, int32 of as many as columns or warps, must not be used by others.
         """
         r = self.r
-        for turn, mine in enumerate(self.runs):
+        for index, mine in enumerate(self.runs):
             found = [eight_bits.largest_bits(run, r.dtype) for run in mine]
             bits = lane.largest_of_warp(lane.tree(found, _larger))
-            with lane.when(self.number.equals(0) & self._has(turn, r.tokens)):
-                maxima.at(self._maxima(turn) + (self.share << 2)).store(bits)
+            with lane.when(self.number.equals(0) & self._has(index, r.tokens)):
+                maxima.at(self._maxima(index) + (self.share << 2)).store(bits)
         areas: list[Any] = [maxima]
         if r.parts > 1:
             lane.cluster_barrier()
@@ -119,24 +119,24 @@ class Loads:
             lane.block_barrier()
         else:
             lane.warp_barrier()
-        for turn in range(-(-r.columns // r.at_once)):
+        for index in range(-(-r.columns // r.at_once)):
             runs, scale = None, lane.number(1.0)
-            if turn < r.turns:
-                runs, place = self.runs[turn], self._maxima(turn)
+            if index < r.rounds:
+                runs, place = self.runs[index], self._maxima(index)
                 each = [area.at(place + 4 * i) for area in areas for i in range(r.shares)]
                 bits = lane.tree([at.float().as_int() for at in each], _larger)
                 scale = eight_bits.token_scale(bits, r.dtype)
             is_first = self.number.equals(0) & self.share.equals(0)
-            with lane.when(is_first & self._has(turn, r.columns)):
-                scales.at(self._token(turn) << 2).store(scale)
-            self._store(turn, runs, scale, target)
+            with lane.when(is_first & self._has(index, r.columns)):
+                scales.at(self._token(index) << 2).store(scale)
+            self._store(index, runs, scale, target)
 
     def _store(
-        self, turn: int, runs: list[list[Int]] | None, scale: Float, target: Pointer
+        self, index: int, runs: list[list[Int]] | None, scale: Float, target: Pointer
     ) -> None:
         # The instruction that XLA uses, for the same bits.
         inverse = lane.divide(lane.number(1.0), scale)
-        token, r = self._token(turn), self.r
+        token, r = self._token(index), self.r
         for step in range(r.steps):
             words = [lane.integer(0)] * 2
             if runs is not None:
@@ -146,22 +146,22 @@ class Loads:
             chunk = run >> 1
             place = (chunk >> 3) * (r.columns * GROUP) + token * GROUP
             place = place + ((((chunk ^ token) & 7) << 4) + ((run & 1) << 3))
-            with lane.when(self._has(turn, r.columns) & (run < r.groups * _RUNS)):
+            with lane.when(self._has(index, r.columns) & (run < r.groups * _RUNS)):
                 target.at(place).store_words(words)
 
-    def _token(self, turn: int) -> Int:
-        return self.first + turn * self.r.at_once
+    def _token(self, index: int) -> Int:
+        return self.first + index * self.r.at_once
 
-    def _has(self, turn: int, count: int) -> lane.Bool:
-        """Whether the warp has a token at this turn, one of `count`."""
-        is_one = self._token(turn) < count
+    def _has(self, index: int, count: int) -> lane.Bool:
+        """Whether the warp has a token in this round, one of `count`."""
+        is_one = self._token(index) < count
         if self.r.warps % self.r.shares:
             is_one = is_one & (self.first < self.r.at_once)
         return is_one
 
-    def _maxima(self, turn: int) -> Int:
+    def _maxima(self, index: int) -> Int:
         """Where those of the warp's token are; past the last token, the last once more."""
-        return self._token(turn).minimum(self.r.tokens - 1) * (4 * self.r.shares)
+        return self._token(index).minimum(self.r.tokens - 1) * (4 * self.r.shares)
 
     def _run(self, step: int) -> Int:
         """The lane's run at this step, among those of a token's part."""

@@ -67,7 +67,7 @@ def _accumulate(
     s: Settings,
 ) -> tuple[jax.Array, jax.Array]:
     """A warpgroup's sums over its groups of inputs, the first of all in `slot`; the slot after."""
-    half, begin, slot, after = program.turn_of(work, slot, me, s)
+    half, begin, slot, after = program.share_of(work, slot, me, s)
     wait = functools.partial(program.wait_for, work=work, m=m)
 
     def operand(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -90,7 +90,7 @@ def _accumulate(
         plgpu.barrier_arrive(m.free.at[slot])
         return add(total, product, unit), words, next_unit, following
 
-    def in_turn(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def one_by_one(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, slot = carry
         plgpu.barrier_wait(m.ready.at[slot])
         words, unit = operand(slot)
@@ -103,7 +103,7 @@ def _accumulate(
     steps = lax.div(jnp.maximum(work.end - begin, 0) + (s.teams - 1), jnp.int32(s.teams))
     if s.teams > 1 and s.tokens > 32:
         # Two operands at once would take too many registers; other warpgroups compute meanwhile.
-        total, _ = lax.fori_loop(jnp.int32(0), steps, in_turn, (total, slot))
+        total, _ = lax.fori_loop(jnp.int32(0), steps, one_by_one, (total, slot))
     else:
         wait(begin, slot)
         total, *_ = lax.fori_loop(jnp.int32(0), steps, ahead, (total, *operand(slot), slot))

@@ -235,8 +235,8 @@ class Plain(Floats):
 
     def _runs(self, row: Pointer, here: Place) -> list[Int]:
         """The lane's words of a query or a key, in the order of row or column `g`."""
-        first, turn = row.at(here.t << 4), here.g & 1
-        return [w for i in range(self.row // _RUN) for w in first.at((turn ^ i) * _RUN).words(4)]
+        first, swap = row.at(here.t << 4), here.g & 1
+        return [w for i in range(self.row // _RUN) for w in first.at((swap ^ i) * _RUN).words(4)]
 
     def nonfinite(self, word: Int) -> Int:
         smallest = 0x7F80 if self.s.kind == "bfloat16" else 0x7C00
@@ -274,9 +274,9 @@ class Plain(Floats):
         size = self.row // 8 // _PARTS
         parts = [channels.at((here.t ^ i) * size).words(size // 4) for i in range(_PARTS)]
         for bit in (1, 2):
-            is_turned = (here.t & bit).equals(bit)
+            is_swapped = (here.t & bit).equals(bit)
             parts = [
-                [is_turned.where(b, a) for a, b in zip(parts[i], parts[i ^ bit], strict=True)]
+                [is_swapped.where(b, a) for a, b in zip(parts[i], parts[i ^ bit], strict=True)]
                 for i in range(_PARTS)
             ]
         return [word for part in parts for word in part]

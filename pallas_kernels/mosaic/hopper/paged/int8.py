@@ -51,14 +51,14 @@ class Int8:
         loaded = value_words(values, self.head_dim, held, here)
         for j in range(self.head_dim // 32):
             # [k-step][half of its tokens][channel of four]
-            turned = [
+            transposed = [
                 [warp.transposed([loaded[half][k + b][j] for b in range(4)]) for half in (0, 1)]
                 for k in range(0, held, 4)
             ]
             for first in (0, 2):
                 yield [
                     word
-                    for step in turned
+                    for step in transposed
                     for half in (0, 1)
                     for word in step[half][first : first + 2]
                 ]

@@ -157,12 +157,12 @@ class Codes:
         loaded = []
         for half in (0, 1):
             g = (here.t << 1) + half
-            first, turn = values.at(g * (held * self.row)), parity(g)
-            loaded.append([self._value(first.at((turn ^ i) * self.row), here) for i in range(held)])
+            first, swap = values.at(g * (held * self.row)), parity(g)
+            loaded.append([self._value(first.at((swap ^ i) * self.row), here) for i in range(held)])
         for i in range(len(loaded[0][0][0])):
             # [k-step][half of its tokens][pair of channels]
             words = [
-                [self._turned(loaded[half][k : k + 4], i) for half in (0, 1)]
+                [self._transposed(loaded[half][k : k + 4], i) for half in (0, 1)]
                 for k in range(0, held, 4)
             ]
             for pair in range(len(words[0][0])):
@@ -181,19 +181,21 @@ class Codes:
         low, high = self._parts(row, place, self.head_dim // 4)
         return [x >> shift for x in low], [x >> shift for x in high]
 
-    def _turned(self, tokens: list[Loaded], i: int) -> list[Int]:
+    def _transposed(self, tokens: list[Loaded], i: int) -> list[Int]:
         """Selectors of four tokens' codes in their words `i`, two channels each."""
         nibbles = _merged([low[i] for low, _ in tokens])[: 1 if self._is_shared else 2]
         pick = _SECONDS if self.bits == 3 else _NEIGHBOURS
-        turned = [[lane.permute_bytes(*x, selector) for selector in pick] for x in nibbles]
+        transposed = [[lane.permute_bytes(*x, selector) for selector in pick] for x in nibbles]
         if self.bits == 4:
-            return [word for words in turned for word in words]
+            return [word for words in transposed for word in words]
         if self.bits == 2:
-            return [x & _FIELDS for words in turned for word in words for x in (word, word >> 2)]
+            return [
+                x & _FIELDS for words in transposed for word in words for x in (word, word >> 2)
+            ]
         thirds = _merged([high[i // 2] for _, high in tokens])
         return [
             selectors
-            for (even, odd), x in zip(turned, thirds, strict=False)
+            for (even, odd), x in zip(transposed, thirds, strict=False)
             for selectors in _with_thirds(even, odd, lane.permute_bytes(*x, _NEIGHBOURS[i % 2]))
         ]
 

@@ -2,9 +2,9 @@
 
 Roofline, for 32 query heads on 8 of 128 channels, H200: a prompt of 8,192 tokens is 0.55 T
 operations, 0.56 ms in 16 bits, and 60 us of bytes; a chunk of 1,024 tokens after 31,744 others the
-same, and 31 us; in e4m3 half the time for operations, but `turn` must put values' tokens side by
-side before. Arithmetic is the floor. Target: 0.9 of cuDNN's dense causal attention on bfloat16, in
-e4m3 1.2. Seen for 8k: 1.05 (650 T/s), e4m3 1.39, turbo4 1.02.
+same, and 31 us; in e4m3 half the time for operations, but `transpose` must put values' tokens side
+by side before. Arithmetic is the floor. Target: 0.9 of cuDNN's dense causal attention on bfloat16,
+in e4m3 1.2. Seen for 8k: 1.05 (650 T/s), e4m3 1.39, turbo4 1.02.
 
 A program takes tiles of 128 query rows of one KV head in turn: up to eight heads of its group, as
 many as a power of two divides it by, with 16 to 128 tokens side by side, so that a tile of keys is
@@ -69,17 +69,17 @@ class Memory(NamedTuple):
     q_free: Ref
     k_free: Ref
     v_free: Ref
-    turn: Ref
+    tensor_core_order: Ref
 
     @property
     def is_ahead(self) -> bool:
         """Whether the next tile's operands are copied, and used, while this one ends."""
         return self.q.shape[0] > WARPGROUPS
 
-    def turns(self) -> None:
+    def take_turns(self) -> None:
         """Lets the other warpgroup go on, and waits until that does the same."""
-        plgpu.barrier_arrive(self.turn)
-        plgpu.barrier_wait(self.turn)
+        plgpu.barrier_arrive(self.tensor_core_order)
+        plgpu.barrier_wait(self.tensor_core_order)
 
 
 def memory(x: Inputs, out: Ref, s: Settings) -> Memory:
@@ -93,19 +93,23 @@ def memory(x: Inputs, out: Ref, s: Settings) -> Memory:
     return Memory(
         q=ring.tile((queries, ROWS, head_dim), x.q.dtype),
         k=ring.tile((s.stages, tile, head_dim), x.k.dtype),
-        v=ring.tile((s.stages, *(x.v.shape[2:] if x.is_turned else (tile, head_dim))), x.v.dtype),
+        v=ring.tile(
+            (s.stages, *(x.v.shape[2:] if x.is_transposed else (tile, head_dim))), x.v.dtype
+        ),
         known_nonfinite=nonfinite.memory(s.stages),
         out=ring.tile((*rows, width), out.dtype),
         lse=plgpu.SMEM(rows, jnp.float32),
         q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=queries),
         k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
         # The warpgroup that checks values arrives too, or instead of all.
-        v_ready=plgpu.Barrier(num_arrivals=1 if x.is_turned else copies + 1, num_barriers=s.stages),
+        v_ready=plgpu.Barrier(
+            num_arrivals=1 if x.is_transposed else copies + 1, num_barriers=s.stages
+        ),
         v_here=plgpu.Barrier(num_arrivals=copies),
         q_free=plgpu.Barrier(num_barriers=queries),
         k_free=free,
         v_free=free,
-        turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
+        tensor_core_order=plgpu.Barrier(num_arrivals=WARPGROUPS),
     )
 
 
@@ -178,17 +182,17 @@ def _copy_keys(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -
     tile = y.k.shape[1]
     arrivals = pieces(x.k.shape[2], tile) + 1
 
-    def turned(j: jax.Array, slot: jax.Array) -> jax.Array:
+    def transposed(j: jax.Array, slot: jax.Array) -> jax.Array:
         pages = _pages(work, j, x, tile)
         plgpu.barrier_wait(y.k_free.at[slot])
         _copy_tile(pages, work, j, x.k, y.k.at[slot], y.k_ready.at[slot])
         plgpu.barrier_wait(y.v_free.at[slot])
-        source = x.v.at[work.turned(j, x), work.h]
+        source = x.v.at[work.transposed(j, x), work.h]
         plgpu.copy_gmem_to_smem(source, y.v.at[slot], y.v_ready.at[slot])
         return ring.next_slot(slot, s.stages)
 
-    if x.is_turned:
-        return lax.fori_loop(work.tiles.begin, work.tiles.end, turned, slot)
+    if x.is_transposed:
+        return lax.fori_loop(work.tiles.begin, work.tiles.end, transposed, slot)
 
     def step(j: jax.Array, slot: jax.Array, is_edge: bool) -> jax.Array:
         pages = _pages(work, j, x, tile)
@@ -264,7 +268,7 @@ def _attend(
     """
     tile, head_dim = y.k.shape[1:]
     shape, end = (ROWS, tile), work.tiles.end
-    products = (Eight.of if x.is_turned else Sixteen)(q, y.k, y.v)
+    products = (Eight.of if x.is_transposed else Sixteen)(q, y.k, y.v)
     factor = x.factors[0]
     if products.query_factor is not None:
         factor = products.query_factor * factor
@@ -283,12 +287,12 @@ def _attend(
         words = range(tile // nonfinite.BITS)
         if x.nonfinite is None:
             return [y.known_nonfinite[slot, i] for i in words]
-        return [x.nonfinite[work.turned(j, x), work.h, i] for i in words]
+        return [x.nonfinite[work.transposed(j, x), work.h, i] for i in words]
 
     def step(j: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
         o, m, l, slot = carry
         following = ring.next_slot(slot, s.stages)
-        found = products.scores(slot, y.turns)
+        found = products.scores(slot, y.take_turns)
         plgpu.barrier_arrive(y.k_free.at[slot])
         seen = None
         if is_edge:
@@ -301,9 +305,9 @@ def _attend(
         l = l * alpha + jnp.sum(p, axis=1)
         o, p = products.prepare(o, p, alpha)
         o, l, m, p = lax.optimization_barrier((o, l, m, p))
-        plgpu.barrier_arrive(y.turn)
+        plgpu.barrier_arrive(y.tensor_core_order)
         plgpu.barrier_wait(y.v_ready.at[slot])
-        plgpu.barrier_wait(y.turn)
+        plgpu.barrier_wait(y.tensor_core_order)
         o = products.add(o, p, alpha, slot, lambda: wait_for_key(j + 1, following))
         if is_edge:
             last, first = seen_of(j)
@@ -321,8 +325,8 @@ def _attend(
         # copies that only start once the second has ended the tile before.
         @pl.when(work.tiles.begin >= end)
         def _() -> None:
-            y.turns()
-            y.turns()
+            y.take_turns()
+            y.take_turns()
 
     o, m, l, slot = _over_tiles(work.tiles, step, carry, s)
     _keep_apart(me == 0, y, is_always=False)
@@ -336,7 +340,7 @@ def _keep_apart(is_this: jax.Array, y: Memory, *, is_always: bool) -> None:
     that copies waits for both before it goes on to the next.
     """
     if y.is_ahead == is_always:
-        pl.when(is_this)(y.turns)
+        pl.when(is_this)(y.take_turns)
 
 
 def _store(
@@ -391,7 +395,7 @@ def _kernel(*refs: Ref, s: Settings, total: int) -> None:
     *inputs, out_ref, lse_ref = refs
     named = {"sinks": inputs.pop()} if s.has_sinks else {}
     x, me = Inputs(*inputs, **named), lax.axis_index("warpgroup")
-    share = ring.Share(total if s.part is None else total * x.parts[1], turns=True)
+    share = ring.Share(total if s.part is None else total * x.parts[1], zigzag=True)
 
     def body(**memory: Ref) -> None:
         y = Memory(**memory)
@@ -445,8 +449,8 @@ def attention(
 
     `q` is bfloat16 or float16 ``[B, T, N, H]``, `T` a multiple of 8, `H` 64, 128 or 256; `k` and
     `v` are ``[P, K, page_size, H]`` of that dtype, or keys in float8_e4m3fn; pages have 16, 32, 64
-    or 128 tokens. With e4m3 keys `H` is 64 or 128, and `v` and `nonfinite_values` are `turn.turn`'s
-    results.
+    or 128 tokens. With e4m3 keys `H` is 64 or 128, and `v` and `nonfinite_values` are
+    `transpose.transpose`'s results.
 
     int32: `tables` ``[B, max_pages]``, all within the pool; `lengths` ``[B]``, tokens held,
     negative for a sequence that cannot be read, whose results are NaN; `query_lengths` ``[B]``, the

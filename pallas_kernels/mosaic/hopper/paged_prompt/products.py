@@ -79,7 +79,7 @@ class Eight:
     q: jax.Array  # a warpgroup's queries, e4m3 ``[64, H]``, in registers
     query_factor: jax.Array  # the value of a row's 1, float32 ``[64]``
     k: Ref  # tiles of keys ``[stages, t, H]`` in shared memory
-    v: Ref  # tiles of values ``[stages, H, t]``, tokens permuted as in `turn`
+    v: Ref  # tiles of values ``[stages, H, t]``, tokens permuted as in `transpose`
     # Weights are up to 448, which is divided out with their sum.
     shift = math.log2(E4M3_MAX)
 

@@ -79,8 +79,8 @@ class Inputs(NamedTuple):
     sinks: Ref | None = None
 
     @property
-    def is_turned(self) -> bool:
-        """Whether values are e4m3 tiles of `turn.turn`, with their tokens side by side."""
+    def is_transposed(self) -> bool:
+        """Whether values are e4m3 tiles of `transpose`, with their tokens side by side."""
         return self.nonfinite is not None
 
 
@@ -166,8 +166,8 @@ class Work:
             start = self.part * per_part
             self.tiles = Span(*(jnp.clip(at, start, start + per_part) for at in self.tiles))
 
-    def turned(self, j: jax.Array, x: Inputs) -> jax.Array:
-        """The number of its sequence's tile `j` among those of `turn.turn`."""
+    def transposed(self, j: jax.Array, x: Inputs) -> jax.Array:
+        """The number of its sequence's tile `j` among those of `transpose.transpose`."""
         per_sequence = x.v.shape[0] // x.q.shape[0]
         return self.b * per_sequence + j
 

@@ -74,12 +74,12 @@ def _attend(
     `rows` are the position of the first row, and with segments the rows' segments.
     """
     q, k, v = buffers
-    k_ready, v_ready, k_free, v_free, turn = barriers
+    k_ready, v_ready, k_free, v_free, tensor_core_order = barriers
     head_dim, shape = q.shape[-1], (ROWS, TILE)
 
-    def turns() -> None:
-        plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(turn)
+    def take_turns() -> None:
+        plgpu.barrier_arrive(tensor_core_order)
+        plgpu.barrier_wait(tensor_core_order)
 
     def wait_for_key(t: jax.Array, slot: jax.Array) -> None:
         @pl.when(t < w.total)
@@ -104,7 +104,7 @@ def _attend(
 
         def scores(out: Ref) -> jax.Array:
             plgpu.wgmma(out, q, ring.transposed(k.at[slot]))
-            turns()
+            take_turns()
             return out[...]
 
         x = pl.run_scoped(scores, tiles.accumulator(shape, jnp.float32))
@@ -116,9 +116,9 @@ def _attend(
         l = l * alpha + jnp.sum(p, axis=1)
         p16 = p.astype(q.dtype)
         o, l, m_new, p16 = lax.optimization_barrier((o, l, m_new, p16))
-        plgpu.barrier_arrive(turn)
+        plgpu.barrier_arrive(tensor_core_order)
         plgpu.barrier_wait(v_ready.at[slot])
-        plgpu.barrier_wait(turn)
+        plgpu.barrier_wait(tensor_core_order)
 
         def output(out: Ref) -> None:
             plgpu.wgmma(out, p16, v.at[slot])
@@ -133,11 +133,11 @@ def _attend(
     wait_for_key(jnp.int32(0), slot)
     # The second warpgroup is half a step behind. Only within a tile: the producer waits for both
     # before it goes on to the next one.
-    pl.when(me == 1)(turns)
+    pl.when(me == 1)(take_turns)
     plain, edge = (functools.partial(step, is_edge=x) for x in (False, True))
     carry = lax.fori_loop(jnp.int32(0), w.num_whole, plain, carry)
     carry = lax.fori_loop(w.num_whole, w.total, edge, carry)
-    pl.when(me == 0)(turns)
+    pl.when(me == 0)(take_turns)
     return carry
 
 
@@ -173,7 +173,7 @@ def _kernel(*refs: Ref, s: Settings) -> None:
         columns: Any,
         ready: Any,
         free: Any,
-        turn: Ref,
+        tensor_core_order: Ref,
     ) -> None:
         (q_ready, k_ready, v_ready), (q_free, k_free, v_free) = ready, free
 
@@ -189,7 +189,7 @@ def _kernel(*refs: Ref, s: Settings) -> None:
                 columns,
                 me,
                 (q.at[me], k, v),
-                (k_ready, v_ready, k_free, v_free, turn),
+                (k_ready, v_ready, k_free, v_free, tensor_core_order),
                 (marks.position(first, work.b), [x.at[me] for x in segments]),
                 s,
             )

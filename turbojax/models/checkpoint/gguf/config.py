@@ -173,14 +173,14 @@ class _Config:
 
     def rope(self, head_dim: int, max_length: int) -> dict[str, Any]:
         keys: dict[str, Any] = {"rope_theta": self.number("rope.freq_base", 10000.0)}
-        turned = self.integer("rope.dimension_count", head_dim)
-        if turned != head_dim:
-            if self.architecture != "phi3" or not 0 < turned < head_dim:
+        rotated = self.integer("rope.dimension_count", head_dim)
+        if rotated != head_dim:
+            if self.architecture != "phi3" or not 0 < rotated < head_dim:
                 raise NotImplementedError(
-                    f"{self.name('rope.dimension_count')}={turned} is not supported: must be the "
+                    f"{self.name('rope.dimension_count')}={rotated} is not supported: must be the "
                     f"{head_dim} channels of a head"
                 )
-            keys["partial_rotary_factor"] = turned / head_dim
+            keys["partial_rotary_factor"] = rotated / head_dim
         given = self.get("rope.scaling.type")
         kind = "linear" if given is None else given  # as llama.cpp has it
         original = self.get("rope.scaling.original_context_length")
@@ -254,9 +254,9 @@ class _Config:
         """
         factor = _short(float(factors.max(initial=1.0)))
         periods = keys["rope_theta"] ** (np.arange(len(factors)) / len(factors))
-        turns = _LLAMA3["original_max_position_embeddings"] / (2 * np.pi * periods)
+        rotations = _LLAMA3["original_max_position_embeddings"] / (2 * np.pi * periods)
         low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-        smooth = np.clip((turns - low) / (high - low), 0, 1)
+        smooth = np.clip((rotations - low) / (high - low), 0, 1)
         expected = 1 / ((1 - smooth) / factor + smooth)
         if np.allclose(factors, expected, rtol=_LLAMA3_TOLERANCE, atol=0):
             return {"rope_type": "llama3", "factor": factor, **_LLAMA3}

@@ -1,13 +1,13 @@
-"""e4m3 values from pages, turned: the tokens of a channel side by side, for products of e4m3.
+"""e4m3 values from pages, transposed: the tokens of a channel side by side, for products of e4m3.
 
 Roofline, for 32,768 tokens of 8 KV heads with 128 channels, H200: each byte is read and written
 once, 67 MB, 16 us at 4.3 TB/s; a word of four channels takes some 12 instructions, 0.1 G: 4 us.
 Target: 30 us, beside 700 us of attention of 1,024 queries. Seen: 18 us.
 
-A program turns a tile of 128 tokens of one head by way of shared memory. Tokens are permuted within
-groups of 16: place ``4 t + r`` holds token ``2 t + r`` (`r` < 2) or ``8 + 2 t + r - 2``. Thread `t`
-of four holds these columns of the scores, so that weights need not change threads. Values that are
-not finite become 0, and bits say whose they were, as in `nonfinite`.
+A program transposes a tile of 128 tokens of one head by way of shared memory. Tokens are permuted
+within groups of 16: place ``4 t + r`` holds token ``2 t + r`` (`r` < 2) or ``8 + 2 t + r - 2``.
+Thread `t` of four holds these columns of the scores, so that weights need not change threads.
+Values that are not finite become 0, and bits say whose they were, as in `nonfinite`.
 """
 
 import functools
@@ -53,7 +53,7 @@ def _body(arrays: list[Pointer], ids: list[Int], *, shape: tuple[int, ...]) -> N
             page = tables.at((b * max_pages + entry) * 4).word()
             index = (page * kv_heads + head) * page_size + token % page_size
             rows = value.times(index, head_dim)
-            _turn_group(rows, shared, found, group, length - token, thread & 31, head_dim)
+            _transpose_group(rows, shared, found, group, length - token, thread & 31, head_dim)
         mgpu.utils.warpgroup_barrier()
         target = out.times(number, head_dim * TILE)
         for i in range(0, head_dim * TILE // 16, _THREADS):
@@ -64,7 +64,7 @@ def _body(arrays: list[Pointer], ids: list[Int], *, shape: tuple[int, ...]) -> N
             told.at(thread * 4).store(found.at(thread * 4).word())
 
 
-def _turn_group(
+def _transpose_group(
     rows: Pointer,
     shared: Pointer,
     found: Pointer,
@@ -73,7 +73,7 @@ def _turn_group(
     number: Int,
     head_dim: int,
 ) -> None:
-    """Turns a group of 16 tokens by a warp: a lane turns words of four channels of four tokens.
+    """Transposes a group of 16 tokens by a warp: a lane words of four channels of four tokens.
 
     It copies values from `rows` to `shared`, and the bits of tokens that are not finite to `found`.
     `group` is which of the tile's groups it is, `count` how many tokens exist, `number` the lane's.
@@ -89,7 +89,7 @@ def _turn_group(
             is_nonfinite[i] = is_nonfinite[i] | bad
             words[i] = word & ((bad * 255) ^ 0xFFFFFFFF)
         at = shared.at((((column + first) * 4) * _STRIDE + group * 4 + quarter) * 4)
-        for i, word in enumerate(_turned(words)):
+        for i, word in enumerate(_transposed(words)):
             at.at(4 * _STRIDE * i).store(word)
     for token, bad in zip(tokens, is_nonfinite, strict=True):
         place = group * _GROUP + token
@@ -101,7 +101,7 @@ def _not_finite(word: Int) -> Int:
     return (((word & 0x7F7F7F7F) + 0x01010101) >> 7) & 0x01010101
 
 
-def _turned(words: list[Int]) -> list[Int]:
+def _transposed(words: list[Int]) -> list[Int]:
     """Transposes four words of four bytes: their first bytes, their second ones, and so on."""
     permute = lane.permute_bytes
     pairs = [(permute(a, b, 0x5140), permute(a, b, 0x7362)) for a, b in (words[:2], words[2:])]
@@ -109,7 +109,7 @@ def _turned(words: list[Int]) -> list[Int]:
     return [permute(a, b, s) for a, b in ((low, low_2), (high, high_2)) for s in (0x5410, 0x7632)]
 
 
-def turn(
+def transpose(
     value: jax.Array, tables: jax.Array, lengths: jax.Array, starts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Transposes the values of sequences, float8_e4m3fn ``[P, K, page_size, H]``, `H` 64 or 128.
