@@ -55,10 +55,10 @@ _E4M3: tuple[Row, ...] = (
 )
 _OF_NARROW: tuple[Row, ...] = (
     {"ping_pong": True},
-    {"consumers": 2, "ahead": True},
-    {"consumers": 2, "ahead": True, "ping_pong": True},
-    {"ahead": True, "tile": 64},
-    {"ahead": True, "tile": 64, "ping_pong": True},
+    {"consumers": 2, "intra_warpgroup_overlap": True},
+    {"consumers": 2, "intra_warpgroup_overlap": True, "ping_pong": True},
+    {"intra_warpgroup_overlap": True, "tile": 64},
+    {"intra_warpgroup_overlap": True, "tile": 64, "ping_pong": True},
 )
 # Of the gradient, in these shapes.
 GRADIENTS = {
@@ -66,7 +66,11 @@ GRADIENTS = {
     for mode, gradient in (("fp8", "float"), ("fp8", "8bit"), ("int8_fp8", "8bit"))
 }
 _TRAINED = SHAPES[:2]
-_INT8: tuple[Row, ...] = ({"ping_pong": True}, {"ahead": True}, {"ahead": True, "ping_pong": True})
+_INT8: tuple[Row, ...] = (
+    {"ping_pong": True},
+    {"intra_warpgroup_overlap": True},
+    {"intra_warpgroup_overlap": True, "ping_pong": True},
+)
 
 
 def changes(shape: Shape, config: tj.TurboConfig) -> tuple[Row, ...]:

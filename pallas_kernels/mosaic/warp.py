@@ -222,13 +222,13 @@ def over_blocks(
     warps: int,
     slots: Slots,
     state: list[Any],
-    ahead: Callable[[Int], Any],
+    prefetch: Callable[[Int], Any],
     attend: Callable[[Int, list[Any], Pointer, Any], list[Any]],
     refill: Callable[[Int, Pointer, Pointer, Any], None],
 ) -> list[Any]:
     """Takes all of a warp's blocks in turn, as their copies arrive; see `run_of_blocks`."""
     place = lane.integer(0), lane.integer(0)
-    return run_of_blocks(first, stop, warps, slots, state, place, ahead, attend, refill)[0]
+    return run_of_blocks(first, stop, warps, slots, state, place, prefetch, attend, refill)[0]
 
 
 def run_of_blocks(
@@ -238,7 +238,7 @@ def run_of_blocks(
     slots: Slots,
     state: list[Any],
     place: tuple[Int, Int],
-    ahead: Callable[[Int], Any],
+    prefetch: Callable[[Int], Any],
     attend: Callable[[Int, list[Any], Pointer, Any], list[Any]],
     refill: Callable[[Int, Pointer, Pointer, Any], None],
 ) -> tuple[list[Any], tuple[Int, Int]]:
@@ -246,14 +246,14 @@ def run_of_blocks(
 
     Blocks are `warps` apart from `first`, whose copies are on their way, as are those of all slots,
     to before `stop`. `place` is the slot of the first block, and its barrier's parity; returned are
-    the state and the place of the block after the last. ``ahead(block)`` is called before the wait,
-    and reads what is needed later; ``attend(block, state, slot, ahead)`` returns the new state;
-    ``refill(block, slot, barrier, ahead)`` starts copies to a slot that is free again.
+    the state and the place of the block after the last. ``prefetch(block)`` is called before the
+    wait, and reads what is needed later; ``attend(block, state, slot, read)`` returns the new
+    state; ``refill(block, slot, barrier, read)`` starts copies to a slot that is free again.
     """
 
     def step(block: Int, carry: list[Any]) -> list[Any]:
         *state, number, parity = carry
-        read = ahead(block)
+        read = prefetch(block)
         barrier, slot = slots.barrier(number), slots.slot(number)
         lane.wait(barrier, parity)
         state = attend(block, state, slot, read)

@@ -349,10 +349,10 @@ def test_launches_agree(mode, head_dim):
     ("head_dim", "changes"),
     [
         (64, {}),
-        (64, {"consumers": 2, "ahead": True}),
-        (64, {"consumers": 3, "ahead": True, "tile": 64}),
+        (64, {"consumers": 2, "intra_warpgroup_overlap": True}),
+        (64, {"consumers": 3, "intra_warpgroup_overlap": True, "tile": 64}),
         (128, {}),
-        (128, {"ahead": True, "tile": 64}),
+        (128, {"intra_warpgroup_overlap": True, "tile": 64}),
         (256, {}),
     ],
     ids=str,

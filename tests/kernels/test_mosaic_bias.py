@@ -116,10 +116,10 @@ def test_what_is_not_there_is_not_loaded(monkeypatch):
     assert all(np.isnan(v.value).all() for row in biases.numbers(words, static) for v in row)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize(("kind", "dtype"), [("full", "bfloat16"), ("row", "float32")])
-def test_softmax_of_scores_with_a_bias(monkeypatch, kind, dtype, cap, ahead):
+def test_softmax_of_scores_with_a_bias(monkeypatch, kind, dtype, cap, overlaps):
     """Log-sum-exps against float64; a row that sees nothing; NaN under -inf, and not."""
     patch(monkeypatch, fragments)
     x, rng = a_bias(kind, dtype), np.random.default_rng(3)
@@ -139,7 +139,7 @@ def test_softmax_of_scores_with_a_bias(monkeypatch, kind, dtype, cap, ahead):
         limits = np.int32(first - 64 * j), np.int32(SIZE - 64 * j)
         given = (scores[:, 64 * j : 64 * j + 64], (factor,), limits, policy)
         tile, one = softmax.seen(*given, of_pairs=(words, static)), (np.float32(1),)
-        if ahead:
+        if overlaps:
             top, m, alpha = softmax.maxima(tile, m, one, policy)
             arguments = softmax.arguments(tile, m, one, policy)
             _, l, _ = softmax.weigh(arguments, top, m, alpha, l, policy)
@@ -250,7 +250,7 @@ def test_gradients_lower(case):
 
 
 @pytest.mark.parametrize(
-    ("block_kv", "rows", "dtype", "ahead"),
+    ("block_kv", "rows", "dtype", "overlaps"),
     [
         (64, 300, jnp.bfloat16, True),
         (64, 1, jnp.float32, True),
@@ -258,13 +258,17 @@ def test_gradients_lower(case):
         (128, 300, jnp.bfloat16, False),
     ],
 )
-def test_launches_of_a_bias(block_kv, rows, dtype, ahead):
-    """Tiles of one block; ahead where a tile's bias has registers, in turns never."""
+def test_launches_of_a_bias(block_kv, rows, dtype, overlaps):
+    """Tiles of one block; overlapped where a tile's bias has registers, in turns never."""
     query = jax.ShapeDtypeStruct((2, 300, 4, 128), jnp.bfloat16)
     bias = jax.ShapeDtypeStruct((1, 4, rows, 300), dtype)
     config = tj.TurboConfig(block_kv=block_kv, buffer_size=block_kv)
     found = mosaic_gpu.default_launch(query, config, bias=bias)
-    assert (found.tile, found.ahead, found.ping_pong) == (block_kv, ahead, False)
+    assert (found.tile, found.intra_warpgroup_overlap, found.ping_pong) == (
+        block_kv,
+        overlaps,
+        False,
+    )
 
 
 def test_keys_are_padded_only_where_they_must_be():
@@ -325,7 +329,7 @@ def by_step(scores, m, l, factors, limits, policy, *modifiers):
     return weights, m, l, alpha, unit
 
 
-def ahead(scores, m, l, factors, limits, policy, *modifiers):
+def overlaps(scores, m, l, factors, limits, policy, *modifiers):
     scores, factors = prepared(scores, factors, limits, policy, *modifiers)
     top, new, alpha = softmax.maxima(scores, m, factors, policy)
     x = softmax.arguments(scores, new, factors, policy)
@@ -349,7 +353,7 @@ CASES = pairwise(
     exponential=list(EXPONENTIALS),
     mode=["int8", "int8_fp8", "fp8"],
     seen=[("all", None), ("causal", 3.0), ("window", None)],
-    one=[by_step, ahead],
+    one=[by_step, overlaps],
 )
 
 
@@ -404,7 +408,7 @@ def test_attention_block_by_block(exponential, mode, seen, one):
 @pytest.mark.usefixtures("of_softmax")
 @pytest.mark.parametrize("mask", list(MASKS))
 @pytest.mark.parametrize("cap", [None, 3.0])
-@pytest.mark.parametrize("one", [by_step, ahead])
+@pytest.mark.parametrize("one", [by_step, overlaps])
 def test_halves_of_a_tile_with_scales_of_their_own(mask, cap, one):
     """The same as one scale for all, of scores that are scaled before."""
     rng = np.random.default_rng(1)
@@ -427,7 +431,7 @@ def test_halves_of_a_tile_with_scales_of_their_own(mask, cap, one):
 
 
 @pytest.mark.usefixtures("of_softmax")
-@pytest.mark.parametrize("one", [by_step, ahead])
+@pytest.mark.parametrize("one", [by_step, overlaps])
 @pytest.mark.parametrize("is_int8", [True, False])
 def test_rows_that_see_nothing(one, is_int8):
     policy = softmax.Policy(softmax.Exponential(), is_int8, None, 0, None)
@@ -458,7 +462,7 @@ def test_rows_that_see_nothing(one, is_int8):
 
 
 @pytest.mark.usefixtures("of_softmax")
-@pytest.mark.parametrize("one", [by_step, ahead])
+@pytest.mark.parametrize("one", [by_step, overlaps])
 def test_nan_stays_in_its_row(one):
     """The sum of the row is NaN, and only that of this row."""
     policy = softmax.Policy(softmax.Exponential(), False, None, None, None)
@@ -471,7 +475,7 @@ def test_nan_stays_in_its_row(one):
 
 @pytest.mark.quick(44, slow=0)
 @pytest.mark.usefixtures("of_softmax")
-@pytest.mark.parametrize("one", [by_step, ahead])
+@pytest.mark.parametrize("one", [by_step, overlaps])
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("hides", ["segments", "bounds", "window and bounds", None])
 @pytest.mark.parametrize("has_slope", [True, False])

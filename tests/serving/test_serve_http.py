@@ -145,7 +145,7 @@ def test_a_bar_counts_programs_on_a_terminal(monkeypatch):
             progress(2, 3)
             bar.refresh()
 
-    http.compile_ahead(Compiling())
+    http.compile_ahead_of_time(Compiling())
     assert "1/3" in shown.getvalue()
     assert "2/3" in shown.getvalue()
 

@@ -75,8 +75,8 @@ def test_muon_moves_matrices_by_orthogonal_updates():
         assert (along < 1.3).all()
         np.testing.assert_allclose(u.T @ one @ vt.T, np.diag(np.diag(u.T @ one @ vt.T)), atol=1e-4)
     # The first step of Adam is the sign of the gradient, by Nesterov's look ahead 1.47 times.
-    ahead = 1 + 0.9 * 0.1 / (1 - 0.9**2)
-    np.testing.assert_allclose(updates["scale"], -0.5 * ahead * np.sign(scale), rtol=1e-4)
+    nesterov = 1 + 0.9 * 0.1 / (1 - 0.9**2)
+    np.testing.assert_allclose(updates["scale"], -0.5 * nesterov * np.sign(scale), rtol=1e-4)
 
 
 class TestOrder:

@@ -533,7 +533,7 @@ class _Consumer:
         f = functools.partial(softmax.weigh, policy=self.s.policy)
         return ring.inline(f, types, (weights, _COLUMN, _COLUMN))(*args)
 
-    def run_ahead(self, slot: jax.Array) -> _Found:
+    def run_overlapped(self, slot: jax.Array) -> _Found:
         """As `run`, but computes the next block's scores during the exponentials of this one.
 
         The compiler moves instructions freely between asynchronous products, but not across a loop:
@@ -654,7 +654,7 @@ def _attend(
     )
     if y.v.shape[1] > _PART:
         return consumer.run_in_halves(slot)
-    return (consumer.run_ahead if s.ahead else consumer.run)(slot)
+    return (consumer.run_overlapped if s.intra_warpgroup_overlap else consumer.run)(slot)
 
 
 def _store(

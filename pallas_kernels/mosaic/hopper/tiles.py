@@ -26,9 +26,9 @@ class Settings:
     stages: int = 4  # key and value blocks in shared memory
     programs: int = 132  # how many run side by side, one to a multiprocessor
     # Whether a tile's scores are computed during the exponentials of the one before.
-    ahead: bool = False
-    # Key tokens that are attended to at once, `block_kv` or, with `ahead` and weights in e4m3, a
-    # multiple of it.
+    intra_warpgroup_overlap: bool = False
+    # Key tokens that are attended to at once, `block_kv` or, with `intra_warpgroup_overlap` and
+    # weights in e4m3, a multiple of it.
     tile: int = 128
     consumers: int = 2  # warpgroups that attend, with 64 queries each
     ping_pong: bool = False  # whether they compute exponentials in turns, see `ring.PingPong`

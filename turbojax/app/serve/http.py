@@ -96,7 +96,7 @@ def serve_http(
         model = found.load()
         small = None if draft is None else draft.load().decoder
         engine = making.make_engine(model.decoder, model.tokenizer, settings, pool, small)
-        compile_ahead(engine)
+        compile_ahead_of_time(engine)
 
         def ready(url: str) -> None:
             typer.echo(f"turbojax serve: {name} on {url}, Ctrl-C ends it", err=True)
@@ -115,7 +115,7 @@ def serve_http(
     return report_of(engine, settings, pool, engine.statistics().finished)
 
 
-def compile_ahead(engine: Engine | Replicas) -> None:
+def compile_ahead_of_time(engine: Engine | Replicas) -> None:
     """Compiles the engine's programs, with a bar that counts them."""
     bar = terminal.progress_bar(transient=True)
     if not bar.console.is_terminal:

@@ -59,7 +59,7 @@ class Launch(NamedTuple):
     """How the kernel is laid out: `pallas_kernels.mosaic.hopper.attention.Settings`."""
 
     stages: int
-    ahead: bool
+    intra_warpgroup_overlap: bool
     tile: int
     consumers: int = 2
     quantizes: bool = False
@@ -134,7 +134,7 @@ def attention(
             soft_cap=options.logits_soft_cap,
             programs=multiprocessors(),
             stages=launch.stages,
-            ahead=launch.ahead,
+            intra_warpgroup_overlap=launch.intra_warpgroup_overlap,
             tile=launch.tile,
             consumers=launch.consumers,
             ping_pong=launch.ping_pong,
@@ -159,11 +159,12 @@ def default_launch(
     """The fastest launch in the measurements of `pallas_kernels.mosaic.hopper.attention`.
 
     Weights in e4m3 have a static scale, so tiles of keys need not be blocks; but what SAS leaves
-    out is relative to the maximum up to a weight's block. Computing scores ahead takes more
-    registers than there are in mode ``"int8"``, whose second products are converted too, and with
-    256 channels. With 64 channels a third warpgroup fits instead, if a sequence has queries for it.
-    Ping-pong is slower there, and in mode ``"int8"``. A bias of tiles of 64 keys has registers,
-    also ahead, but not one of all pairs in float32 (see `pallas_kernels.mosaic.bias`).
+    out is relative to the maximum up to a weight's block. Computing the next scores meanwhile takes
+    more registers than there are in mode ``"int8"``, whose second products are converted too, and
+    with 256 channels. With 64 channels a third warpgroup fits instead, if a sequence has queries
+    for it. Ping-pong is slower there, and in mode ``"int8"``. A bias of tiles of 64 keys has
+    registers, also overlapped, but not one of all pairs in float32 (see
+    `pallas_kernels.mosaic.bias`).
     """
     head_dim, is_int8 = padded_head_dim(query.shape[-1]), config.mode == "int8"
     is_narrow, is_wide = head_dim == HEAD_DIMS[0], head_dim == HEAD_DIMS[-1]
@@ -181,7 +182,7 @@ def default_launch(
             stages = 3
     return Launch(
         stages=stages,
-        ahead=consumers == 2
+        intra_warpgroup_overlap=consumers == 2
         and not (is_int8 or is_wide or is_large)
         and not (has_bias and tile == _TILE),
         tile=tile,

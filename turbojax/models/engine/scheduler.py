@@ -484,8 +484,8 @@ class Scheduler:
         if sequence.prefilling:
             rest = group.pages_for(len(sequence.prompt)) - released
             return max(min(rest, self._most(group, sequence)) - has, 0)
-        ahead = 1 + self._limits.more
-        most = min(group.pages_for(sequence.end) - released, group.at_most(sequence.end, ahead))
+        in_flight = 1 + self._limits.more
+        most = min(group.pages_for(sequence.end) - released, group.at_most(sequence.end, in_flight))
         return int(most > has)
 
     def _has_room(self, wanted: list[int]) -> bool:

@@ -84,7 +84,7 @@ def write(arrays: list[Pointer], number: Int, place: Int, s: Settings) -> None:
     first = pair * (s.parts * s.rows) + row
     channel = which * _LANES + place
     read = functools.partial(_read, o, first, channel, s)
-    ahead = read(lane.integer(0), min(_LANES, s.parts))
+    first_words = read(lane.integer(0), min(_LANES, s.parts))
     maxima, sums = [], []
     for start in range(0, s.parts, _LANES):
         part = place + start
@@ -102,7 +102,7 @@ def write(arrays: list[Pointer], number: Int, place: Int, s: Settings) -> None:
     found = [lane.number(0.0)] * _CHANNELS
     for i, weight in enumerate(weights):
         start = i * _LANES
-        words = read(lane.integer(start), min(_LANES, s.parts - start)) if i else ahead
+        words = read(lane.integer(start), min(_LANES, s.parts - start)) if i else first_words
         for j, of_part in enumerate(words):
             w = lane.from_lane(weight, lane.integer(j))
             pairs = zip(found, of_part, strict=True)

@@ -26,7 +26,7 @@ _SLICES = LATENT // (_LANES * _CHANNELS)
 # Warps that share a row's parts, where there are more than one reads by itself.
 SHARED, _FEW = 8, 4
 # Of a warp's parts, so many are read before the first of them is needed.
-_AHEAD = 16
+_PARTS_IN_FLIGHT = 16
 
 
 def _parts_of_row(row: Int, held: Int, real: Int, heads: int, s: Settings) -> tuple[Int, Int]:
@@ -78,11 +78,11 @@ def _body(
     [top] = lane.loop(start, end, _LANES, [lane.number(float("-inf"))], larger)
     top = lane.reduce_lanes(top, lambda a, b: a.maximum(b), (1, 2, 4, 8, 16))
     shift = top.equals(float("-inf")).where(0.0, top)
-    ahead = min(_AHEAD, -(-parts // shared))
+    in_flight = min(_PARTS_IN_FLIGHT, -(-parts // shared))
 
     def add(i: Int, state: list[Float]) -> list[Float]:
         loaded = []
-        for step in range(ahead):
+        for step in range(in_flight):
             at = i + share + step * shared
             is_there, at = at < end, at.minimum(end - 1)
             words = found.times(index(at), 4 * LATENT).at(channel * 4).words(_CHANNELS)
@@ -96,7 +96,7 @@ def _body(
         return state
 
     state = [lane.number(0.0)] * (1 + _CHANNELS)
-    state = lane.loop(start, end, shared * ahead, state, add)
+    state = lane.loop(start, end, shared * in_flight, state, add)
     if memory:
         state = _of_all(state, share, own, memory[0])
     total, *sums = state

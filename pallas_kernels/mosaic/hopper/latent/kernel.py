@@ -291,8 +291,10 @@ def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax
         _copy_tile(work, j, slot, x, y)
         # The queries' memory becomes free later than the first tile's.
         pl.when(j == work.tiles.begin)(lambda: _copy_queries(work, x, y))
-        if s.ahead:
-            pl.when(j + s.ahead < work.tiles.end)(lambda: tiles.ask_for(work, j + s.ahead, x))
+        if s.l2_prefetch:
+            pl.when(j + s.l2_prefetch < work.tiles.end)(
+                lambda: tiles.ask_for(work, j + s.l2_prefetch, x)
+            )
 
     def copied(j: jax.Array, slot: jax.Array) -> jax.Array:
         plgpu.barrier_wait(y.free.at[slot])

@@ -35,7 +35,7 @@ class Settings:
     longest: int = _LONGEST  # and at most; multiples of a tile's
     codec: Codec | None = None  # how the latent is stored if not in the query's 16 bits
     # Prefetch to the L2 cache the tile that is so many after the one being copied; 0 for none.
-    ahead: int = 2
+    l2_prefetch: int = 2
     registers: tuple[int, int] = (216, 72)  # of a thread that attends and of one that copies
     programs: int = 132  # how many run side by side, one to a multiprocessor
 
@@ -65,7 +65,7 @@ def settings(
         shortest, longest = TILE * min(max(1, batch * rows // 32), 8), _LONGEST
     # Copies of 16-bit latents take all of the time, so prefetching costs: 64 x 8k, 16 heads, 203 us
     # with 2 tiles, 193 with 1, 180 with none. Codes wait to be expanded: 206, 207 and 210.
-    ahead = 0 if codec is None else 2
+    l2_prefetch = 0 if codec is None else 2
     return Settings(
         scale,
         window,
@@ -73,7 +73,7 @@ def settings(
         shortest,
         longest,
         codec,
-        ahead=ahead,
+        l2_prefetch=l2_prefetch,
         registers=(232, 40) if codec is None else (208, 88),
         programs=programs,
     )
@@ -181,7 +181,7 @@ class Work:
         return lax.div(row, jnp.full_like(row, self.heads))
 
 
-# Ahead --------------------------------------------------------------------------------------------
+# L2 prefetch --------------------------------------------------------------------------------------
 # Tiles that are asked for in the L2 cache before there is room for them in shared memory: there is
 # for two alone, so while they are attended to nothing would be on its way from memory.
 

@@ -50,7 +50,7 @@ PITCH = ROWS + 4
 _CHUNK = 16
 _CHUNKS = GROUP // _CHUNK
 # Loads of tokens that a lane has in flight.
-_AHEAD = 8
+_LOADS_IN_FLIGHT = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +306,7 @@ class Tokens:
 
     @property
     def _batch(self) -> int:
-        return min(_AHEAD, -(-self._total // self._threads))
+        return min(_LOADS_IN_FLIGHT, -(-self._total // self._threads))
 
     def _numbers(self, start: Int | int) -> list[tuple[Int, Int, Int]]:
         """Of each load of a batch its number, and of which token and chunk it is."""

@@ -79,7 +79,7 @@ def _accumulate(
             return product
         return total + product * lax.broadcast_in_dim(unit, product.shape, (0,))
 
-    def ahead(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def overlapped(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, words, unit, slot = carry
         following = ring.slot_after(slot, s.teams, s.stages)
         product = program.start(words, m.x.at[slot], None if s.is_two_level else total)
@@ -106,7 +106,7 @@ def _accumulate(
         total, _ = lax.fori_loop(jnp.int32(0), steps, one_by_one, (total, slot))
     else:
         wait(begin, slot)
-        total, *_ = lax.fori_loop(jnp.int32(0), steps, ahead, (total, *operand(slot), slot))
+        total, *_ = lax.fori_loop(jnp.int32(0), steps, overlapped, (total, *operand(slot), slot))
     return total, after
 
 

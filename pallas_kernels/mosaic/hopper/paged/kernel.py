@@ -131,7 +131,7 @@ def _walk(
 
     channel = channel_of(s)
 
-    def ahead(block: Int) -> tuple[Int, Int]:
+    def prefetch(block: Int) -> tuple[Int, Int]:
         later = block + s.warps * s.stages
         return later, page_of(a, at, here, later, s)
 
@@ -146,7 +146,7 @@ def _walk(
         start_copies(a, at, here, *read, (slot, barrier), s)
 
     flat = [] if s.is_split else State.empty(s.tiles, a.head_dim // 8).flat()
-    flat = warp.over_blocks(first, at.stop, s.warps, slots, flat, ahead, attend, refill)
+    flat = warp.over_blocks(first, at.stop, s.warps, slots, flat, prefetch, attend, refill)
     return None if s.is_split else State.of(flat, s.tiles)
 
 

@@ -28,11 +28,11 @@ _GRID = ("tile", "pair")
 _LANES, _RESIDUES = 32, 4
 # Of a lane's entries of the table, and of a residue's parts, so many are read before the first of
 # them is needed.
-_PAGES_AHEAD, _AHEAD = 4, 4
+_PAGES_IN_FLIGHT, _PARTS_IN_FLIGHT = 4, 4
 # Where there are many blocks to read.
 _MOST_SLICES = 4
 # Of a part's blocks of one warp, of which there are 8 to 32.
-_BLOCKS_AHEAD = 16
+_BLOCKS_IN_FLIGHT = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +136,9 @@ class _Row:
         held = (self.length + (s.block - 1)) // s.block
         count = self.a.count(s.run) * (s.run // s.block)
         steps = s.part // s.step
-        for start in range(0, steps, _BLOCKS_AHEAD):
+        for start in range(0, steps, _BLOCKS_IN_FLIGHT):
             loaded = []
-            for i in range(start, min(steps, start + _BLOCKS_AHEAD)):
+            for i in range(start, min(steps, start + _BLOCKS_IN_FLIGHT)):
                 step = number * steps + i
                 block = step * s.warps + which
                 is_there = (step >= first) & (step < stop) & (block < held)
@@ -149,17 +149,17 @@ class _Row:
     def residue(self, number: Int) -> Partial:
         """Every fourth part, joined."""
         first, stop = self.seen(self.s.part)
-        ahead = min(_AHEAD, pl.cdiv(self.a.count(self.s.part), _RESIDUES))
+        in_flight = min(_PARTS_IN_FLIGHT, pl.cdiv(self.a.count(self.s.part), _RESIDUES))
 
         def add(i: Int, flat: list[Any]) -> list[Any]:
-            found = [self.part(i + _RESIDUES * j) for j in range(ahead)]
+            found = [self.part(i + _RESIDUES * j) for j in range(in_flight)]
             return _flat(functools.reduce(warp.joined, found, _partial(flat)))
 
         nothing = _flat(warp.nothing(self.channels))
-        if self.a.count(self.s.part) <= _RESIDUES * ahead:
+        if self.a.count(self.s.part) <= _RESIDUES * in_flight:
             return _partial(add(number, nothing))  # which waits for no length
         start = first // _RESIDUES * _RESIDUES + number
-        return _partial(lane.loop(start, stop, _RESIDUES * ahead, nothing, add))
+        return _partial(lane.loop(start, stop, _RESIDUES * in_flight, nothing, add))
 
     def residue_of_blocks(self, number: Int, which: Int, memory: "_Memory") -> Partial:
         """Every fourth part, joined; this warp joins a share of their blocks."""
@@ -194,7 +194,7 @@ class _Row:
     def pages(self, start: Int) -> list[Int]:
         """The lane's pages of those from `start` on; past the last, some other one."""
         step, last = self.layout.shared * _LANES, (self.needed - 1).maximum(0)
-        numbers = [(start + i * step + self.place).minimum(last) for i in range(_PAGES_AHEAD)]
+        numbers = [(start + i * step + self.place).minimum(last) for i in range(_PAGES_IN_FLIGHT)]
         return [self.a.page(self.batch, number) for number in numbers]
 
     def has_bad_page(self, first: list[Int]) -> Int:
@@ -204,7 +204,7 @@ class _Row:
         """
         if self.a.tables is None:
             return lane.integer(0)
-        step = self.layout.shared * _LANES * _PAGES_AHEAD
+        step = self.layout.shared * _LANES * _PAGES_IN_FLIGHT
 
         def look(i: Int, flat: list[Any]) -> list[Any]:
             *pages, bad = flat

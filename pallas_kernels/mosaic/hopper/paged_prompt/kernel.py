@@ -72,7 +72,7 @@ class Memory(NamedTuple):
     tensor_core_order: Ref
 
     @property
-    def is_ahead(self) -> bool:
+    def overlaps_tiles(self) -> bool:
         """Whether the next tile's operands are copied, and used, while this one ends."""
         return self.q.shape[0] > WARPGROUPS
 
@@ -320,7 +320,7 @@ def _attend(
     carry = (o, ring.full(-jnp.inf, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW), slot)
     wait_for_key(work.tiles.begin, slot)
     _keep_apart(me == 1, y, is_always=False)
-    if y.is_ahead:
+    if y.overlaps_tiles:
         # A warpgroup that sees nothing takes its turns, too: otherwise the first could wait for
         # copies that only start once the second has ended the tile before.
         @pl.when(work.tiles.begin >= end)
@@ -339,7 +339,7 @@ def _keep_apart(is_this: jax.Array, y: Memory, *, is_always: bool) -> None:
     So the second is half a step behind: always, or only within a tile of queries if the warpgroup
     that copies waits for both before it goes on to the next.
     """
-    if y.is_ahead == is_always:
+    if y.overlaps_tiles == is_always:
         pl.when(is_this)(y.take_turns)
 
 
