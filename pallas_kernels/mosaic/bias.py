@@ -26,10 +26,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import lane, ring
+from pallas_kernels.mosaic import lane, pipeline
 from pallas_kernels.mosaic.lane import Float, Int, fragments
 from pallas_kernels.mosaic.lane.memory import Pointer
-from pallas_kernels.mosaic.ring import ROWS, SCALAR
+from pallas_kernels.mosaic.pipeline import ROWS, SCALAR
 
 MULTIPLE = 4  # of what the number of a bias' keys must be a multiple: lanes load so many at once
 # Words of the smallest array of registers.
@@ -120,7 +120,7 @@ def _load(f: Callable[..., list[Int]], ref: Ref, tile: int, *scalars: jax.Array)
         return mgpu.optimization_barrier(fragments.carrier(words))  # loads are started here
 
     types = (plgpu.RefType(), *[SCALAR] * len(scalars))
-    return ring.inline(run, types, ring.array((ROWS, 2 * count), jnp.int32))(ref, *scalars)
+    return pipeline.inline(run, types, pipeline.array((ROWS, 2 * count), jnp.int32))(ref, *scalars)
 
 
 def store(ref: Ref, x: jax.Array, line: jax.Array, query: jax.Array, key: jax.Array) -> None:
@@ -135,7 +135,7 @@ def store(ref: Ref, x: jax.Array, line: jax.Array, query: jax.Array, key: jax.Ar
         _store(Pointer.to(ref), fragments.by_row(values), *given, x=kind)
 
     types = (plgpu.RefType(), plgpu.Layout.WGMMA, *[SCALAR] * 3)
-    ring.inline(run, types)(ref, x, line, query, key)
+    pipeline.inline(run, types)(ref, x, line, query, key)
 
 
 def _store(

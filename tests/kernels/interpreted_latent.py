@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.hopper.latent import join, kernel, softmax, tiles
 from pallas_kernels.mosaic.hopper.paged_prompt import nonfinite
-from pallas_kernels.mosaic.ring import ROWS
+from pallas_kernels.mosaic.pipeline import ROWS
 from tests.kernels import interpreted_pooled as interpreted
 from tests.kernels import interpreted_prompt
 from tests.models import latent_helpers as helpers

@@ -53,7 +53,9 @@ def test_every_kernel_has_a_case():
     named = {name for text in sources for name in re.findall(r'"(turbojax_\w+)"', text)}
     # The frames alone call `plgpu.kernel`; a launch that hands a name on has none itself.
     assert sum(len(re.findall(r"plgpu\.kernel[(,]", text)) for text in sources) == 3
-    launch = r"(?:pl\.pallas_call|(?:ring|warp|program|lanes)\.(?:launch|update))\((?!run, name)"
+    launch = (
+        r"(?:pl\.pallas_call|(?:pipeline|warp|program|lanes)\.(?:launch|update))\((?!run, name)"
+    )
     calls = sum(len(re.findall(launch, text)) for text in sources)
     assert len(named) >= calls > 20
     covered = {name for case in sanitizer_cases.CASES.values() for name in case.kernels}

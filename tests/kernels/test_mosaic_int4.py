@@ -16,8 +16,8 @@ import pytest
 import turbojax as tj
 from pallas_kernels.mosaic.hopper.matmul import int4 as int4_kernel
 from pallas_kernels.mosaic.hopper.matmul import int4_many
+from pallas_kernels.mosaic.pipeline import WARPGROUPS
 from pallas_kernels.mosaic.products import int4 as int4_operand
-from pallas_kernels.mosaic.ring import WARPGROUPS
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.matmul.int4_helpers import random_tokens, specification, wide
 from tests.oracles import int4 as oracle

@@ -27,12 +27,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import bias as biases
-from pallas_kernels.mosaic import quantize, ring, softmax
+from pallas_kernels.mosaic import pipeline, quantize, softmax
 from pallas_kernels.mosaic.hopper import segments as packing
 from pallas_kernels.mosaic.hopper.segments import Segments
 from pallas_kernels.mosaic.hopper.tiles import Settings, Span, Work
+from pallas_kernels.mosaic.pipeline import COLUMN, ROW, ROWS, SCALAR
 from pallas_kernels.mosaic.products import wgmma
-from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, SCALAR
 from pallas_kernels.mosaic.softmax import Exponential
 
 __all__ = ["Exponential", "Segments", "Settings", "attention"]
@@ -41,7 +41,7 @@ _MATRIX = plgpu.Layout.WGMMA
 # Whether ids are compared only in tiles with several segments: twice the code of a masked tile.
 _SPLITS = True
 # A number for each of a warpgroup's rows.
-_COLUMN = ring.array((ROWS,), jnp.float32, ROW)
+_COLUMN = pipeline.array((ROWS,), jnp.float32, ROW)
 # Tiles whose queries are in shared memory: this one's and the next one's.
 _QUERY_SLOTS = 2
 # Channels whose sums and products fit together into the registers.
@@ -149,9 +149,9 @@ def _quantize_queries(work: Work, place: jax.Array, x: _Inputs, y: _Memory, s: S
     plgpu.barrier_wait(y.q_free.at[place])
     _copy_ids(work, place, x, y)
     plain, codes = plgpu.RefType(), y.q.at[place]
-    ring.inline(
+    pipeline.inline(
         functools.partial(quantize.quantize, tile=tile),
-        (plain, ring.tile_type(codes), plain, SCALAR, SCALAR),
+        (plain, pipeline.tile_type(codes), plain, SCALAR, SCALAR),
     )(y.raw, codes, y.q_scale, place, work.query_length - work.first)
     plgpu.commit_smem()
     plgpu.barrier_arrive(y.q_ready.at[place])
@@ -172,7 +172,7 @@ def _copy_keys(work: Work, slot: jax.Array, x: _Inputs, y: _Memory, s: Settings)
         plgpu.barrier_wait(y.v_free.at[slot])
         source = x.v.at[work.b, work.h, slice(None), tokens]
         plgpu.copy_gmem_to_smem(source, y.v.at[slot], y.v_ready.at[slot])
-        return ring.next_slot(slot, s.stages)
+        return pipeline.next_slot(slot, s.stages)
 
     return lax.fori_loop(work.blocks.begin, work.blocks.end, block, slot)
 
@@ -197,7 +197,7 @@ class _Consumer:
     first: jax.Array
     length: jax.Array
     blocks: Span
-    ping_pong: ring.PingPong
+    ping_pong: pipeline.PingPong
     s: Settings
     ids: tuple[Ref, Ref] | None = None
     segments: packing.Bounds | None = None
@@ -216,13 +216,15 @@ class _Consumer:
         """Starts the first product of a block."""
         s, k = self.s, self.buffers[0].at[slot]
         dtype = jnp.float32 if s.mode == "fp8" else jnp.int32
-        swizzle = ring.swizzle_of(k.shape[-1], k.dtype)
+        swizzle = pipeline.swizzle_of(k.shape[-1], k.dtype)
 
         def f(q: Any, k: Any) -> Any:
             return wgmma.start(q, k, swizzle=swizzle, a_swizzle=swizzle)
 
-        return ring.inline(
-            f, (ring.tile_type(self.q), ring.tile_type(k)), ring.array((ROWS, s.tile), dtype)
+        return pipeline.inline(
+            f,
+            (pipeline.tile_type(self.q), pipeline.tile_type(k)),
+            pipeline.array((ROWS, s.tile), dtype),
         )(self.q, k)
 
     def output(self, p: jax.Array, slot: jax.Array, part: int | None = None) -> jax.Array:
@@ -231,13 +233,13 @@ class _Consumer:
         if part is not None:
             v = v.at[pl.ds(part * _PART, _PART)]
         dtype = jnp.int32 if self.s.mode == "int8" else jnp.float32
-        swizzle = ring.swizzle_of(v.shape[-1], v.dtype)
+        swizzle = pipeline.swizzle_of(v.shape[-1], v.dtype)
 
         def f(p: Any, v: Any) -> Any:
             return wgmma.start(p, v, swizzle=swizzle)
 
-        types = (plgpu.Layout.WGMMA_8BIT, ring.tile_type(v))
-        return ring.inline(f, types, ring.array((ROWS, v.shape[0]), dtype))(p, v)
+        types = (plgpu.Layout.WGMMA_8BIT, pipeline.tile_type(v))
+        return pipeline.inline(f, types, pipeline.array((ROWS, v.shape[0]), dtype))(p, v)
 
     def factors(self, j: jax.Array) -> tuple[jax.Array, ...]:
         """The factors of the scores for each part of block `j` with its own key scale."""
@@ -276,7 +278,7 @@ class _Consumer:
         rows, columns = self.ids
 
         def of_several() -> jax.Array:
-            ids = ring.load(rows, ROW), ring.load(columns.at[slot], COLUMN)
+            ids = pipeline.load(rows, ROW), pipeline.load(columns.at[slot], COLUMN)
             plgpu.barrier_arrive(self.free[0].at[slot])
             return self.changed(scores, j, factors, ids, is_masked, added)[0]
 
@@ -308,7 +310,7 @@ class _Consumer:
         linear = () if self.slope is None else (self.slope, self.first - key)
         own: tuple[jax.Array, ...] = ()
         if is_masked and self.own is not None:
-            own = (*(ring.load(ref, ROW) for ref in self.own), key)
+            own = (*(pipeline.load(ref, ROW) for ref in self.own), key)
         given = [factors, limits, ids, linear, own, added]
         kind = None if self.bias is None else biases.Bias.of(self.bias[0])
 
@@ -328,7 +330,7 @@ class _Consumer:
         of_own = [ROW, ROW, SCALAR] if own else []
         types = (_MATRIX, *scalars[0], *scalars[1], *of_ids, *scalars[2], *of_own)
         types = (*types, *[_MATRIX] * len(added))
-        found = ring.inline(f, types, ring.array(scores.shape, jnp.float32))
+        found = pipeline.inline(f, types, pipeline.array(scores.shape, jnp.float32))
         scores = found(scores, *factors, *limits, *ids, *linear, *own, *added)
         return scores, (jnp.float32(1.0),)
 
@@ -341,8 +343,8 @@ class _Consumer:
             return softmax.step(scores, m, l, factors, self.s.policy)
 
         types = (_MATRIX, ROW, ROW, *[SCALAR] * len(factors))
-        weights = ring.array(scores.shape, jnp.float32)
-        return ring.inline(f, types, (weights, *[_COLUMN] * 4))(scores, m, l, *factors)
+        weights = pipeline.array(scores.shape, jnp.float32)
+        return pipeline.inline(f, types, (weights, *[_COLUMN] * 4))(scores, m, l, *factors)
 
     def maxima(
         self, scores: jax.Array, m: jax.Array, factors: tuple[jax.Array, ...]
@@ -351,7 +353,7 @@ class _Consumer:
             return softmax.maxima(scores, m, factors, self.s.policy)
 
         types = (_MATRIX, ROW, *[SCALAR] * len(factors))
-        return ring.inline(f, types, (_COLUMN,) * 3)(scores, m, *factors)
+        return pipeline.inline(f, types, (_COLUMN,) * 3)(scores, m, *factors)
 
     def arguments(
         self, scores: jax.Array, m: jax.Array, factors: tuple[jax.Array, ...]
@@ -360,25 +362,27 @@ class _Consumer:
             return softmax.arguments(scores, m, factors, self.s.policy)
 
         types = (_MATRIX, ROW, *[SCALAR] * len(factors))
-        return ring.inline(f, types, ring.array(scores.shape, jnp.float32))(scores, m, *factors)
+        return pipeline.inline(f, types, pipeline.array(scores.shape, jnp.float32))(
+            scores, m, *factors
+        )
 
     def pack(self, weights: jax.Array) -> jax.Array:
         dtype = jnp.int8 if self.s.mode == "int8" else jnp.float8_e4m3fn
-        p = ring.array(weights.shape, dtype, plgpu.Layout.WGMMA_8BIT)
+        p = pipeline.array(weights.shape, dtype, plgpu.Layout.WGMMA_8BIT)
         f = functools.partial(softmax.pack, policy=self.s.policy)
-        return ring.inline(f, (_MATRIX,), p)(weights)
+        return pipeline.inline(f, (_MATRIX,), p)(weights)
 
     def merge(
         self, o: jax.Array, product: jax.Array, alpha: jax.Array, unit: jax.Array
     ) -> jax.Array:
         is_int8 = self.s.mode == "int8"
-        kind = ring.array(o.shape, o.dtype)
+        kind = pipeline.array(o.shape, o.dtype)
         types = (_MATRIX, _MATRIX, ROW, ROW)
 
         def f(o: Any, product: Any, alpha: Any, unit: Any) -> Any:
             return softmax.accumulate(o, product, alpha, unit if is_int8 else None, self.s.policy)
 
-        return ring.inline(f, types, kind)(o, product, alpha, unit)
+        return pipeline.inline(f, types, kind)(o, product, alpha, unit)
 
     def value_unit(self, unit: jax.Array, j: jax.Array) -> jax.Array:
         """An int8 block's unit of weights times the scale of its values."""
@@ -411,8 +415,8 @@ class _Consumer:
         head_dim = self.buffers[1].shape[1]
 
         factors, added, scores = self.first_scores(slot)
-        m, l = ring.full(-jnp.inf, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW)
-        alpha, unit = ring.full(1.0, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW)
+        m, l = pipeline.full(-jnp.inf, (ROWS,), ROW), pipeline.full(0.0, (ROWS,), ROW)
+        alpha, unit = pipeline.full(1.0, (ROWS,), ROW), pipeline.full(0.0, (ROWS,), ROW)
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
             y, c = self.seen(scores, blocks.begin, factors, slot, is_masked, added)
@@ -421,18 +425,18 @@ class _Consumer:
         p, m, l, next_alpha, next_unit = lax.cond(
             blocks.full_first, lambda: first(False), lambda: first(True)
         )
-        following = ring.next_slot(slot, s.stages)
+        following = pipeline.next_slot(slot, s.stages)
         self.wait_for_key(blocks.begin + 1, following)
         plgpu.barrier_wait(self.ready[1].at[slot])
         self.ping_pong.hand_on()
         p = self.pack(p)
-        o = ring.full(0.0, (ROWS, head_dim), _MATRIX)
+        o = pipeline.full(0.0, (ROWS, head_dim), _MATRIX)
         dtype = jnp.int32 if s.mode == "int8" else jnp.float32
-        product = ring.full(0, (ROWS, head_dim), _MATRIX, dtype)
+        product = pipeline.full(0, (ROWS, head_dim), _MATRIX, dtype)
 
         def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
             o, product, alpha, unit, m, l, next_alpha, next_unit, p, before, slot, *added = carry
-            following = ring.next_slot(slot, s.stages)
+            following = pipeline.next_slot(slot, s.stages)
             factors = self.factors(j)
             value_unit = self.value_unit(next_unit, j - 1)
             scores = self.scores(slot)
@@ -474,24 +478,24 @@ class _Consumer:
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
             y, c = self.seen(scores, blocks.begin, factors, slot, is_masked, added)
             return self.softmax(
-                y, ring.full(-jnp.inf, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW), c
+                y, pipeline.full(-jnp.inf, (ROWS,), ROW), pipeline.full(0.0, (ROWS,), ROW), c
             )
 
         factors, added, scores = self.first_scores(slot)
         p, m, l, alpha, unit = lax.cond(
             blocks.full_first, lambda: first(False), lambda: first(True)
         )
-        following = ring.next_slot(slot, s.stages)
+        following = pipeline.next_slot(slot, s.stages)
         self.wait_for_key(blocks.begin + 1, following)
         plgpu.barrier_wait(self.ready[1].at[slot])
         self.ping_pong.hand_on()
         p = self.pack(p)
-        left = right = ring.full(0.0, (ROWS, _PART), _MATRIX)
+        left = right = pipeline.full(0.0, (ROWS, _PART), _MATRIX)
 
         def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
             """Outputs of block ``j - 1``, scores of `j`."""
             left, right, alpha, unit, m, l, p, before, slot = carry
-            following = ring.next_slot(slot, s.stages)
+            following = pipeline.next_slot(slot, s.stages)
             factors = self.factors(j)
             value_unit = self.value_unit(unit, j - 1)
             added = self.added(j)
@@ -529,9 +533,9 @@ class _Consumer:
 
     def weigh(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         types = (_MATRIX, *[ROW] * 4)
-        weights = ring.array(args[0].shape, jnp.float32)
+        weights = pipeline.array(args[0].shape, jnp.float32)
         f = functools.partial(softmax.weigh, policy=self.s.policy)
-        return ring.inline(f, types, (weights, _COLUMN, _COLUMN))(*args)
+        return pipeline.inline(f, types, (weights, _COLUMN, _COLUMN))(*args)
 
     def run_overlapped(self, slot: jax.Array) -> _Found:
         """As `run`, but computes the next block's scores during the exponentials of this one.
@@ -544,14 +548,14 @@ class _Consumer:
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
             y, c = self.seen(scores, blocks.begin, factors, slot, is_masked, added)
-            top, m, alpha = self.maxima(y, ring.full(-jnp.inf, (ROWS,), ROW), c)
+            top, m, alpha = self.maxima(y, pipeline.full(-jnp.inf, (ROWS,), ROW), c)
             return self.arguments(y, m, c), top, m, alpha
 
         factors, added, scores = self.first_scores(slot)
         x, top, m, alpha = lax.cond(blocks.full_first, lambda: first(False), lambda: first(True))
-        following = ring.next_slot(slot, s.stages)
+        following = pipeline.next_slot(slot, s.stages)
         self.wait_for_key(blocks.begin + 1, following)
-        o, l = ring.full(0.0, (ROWS, head_dim), _MATRIX), ring.full(0.0, (ROWS,), ROW)
+        o, l = pipeline.full(0.0, (ROWS, head_dim), _MATRIX), pipeline.full(0.0, (ROWS,), ROW)
 
         def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
             """Weights of block ``j - 1``, scores of `j`."""
@@ -574,7 +578,7 @@ class _Consumer:
             scores, factors = self.seen(scores, j, factors, slot, is_masked, added)
             top, m, next_alpha = self.maxima(scores, m, factors)
             unit = self.value_unit(unit, j - 1)
-            following = ring.next_slot(slot, s.stages)
+            following = pipeline.next_slot(slot, s.stages)
             self.wait_for_key(j + 1, following)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.free[1].at[before])
@@ -644,7 +648,7 @@ def _attend(
         first=work.position(start),
         length=work.length,
         blocks=work.blocks,
-        ping_pong=ring.PingPong(y.tensor_core_order, me, s.consumers),
+        ping_pong=pipeline.PingPong(y.tensor_core_order, me, s.consumers),
         s=s,
         ids=None if y.query_ids is None else (y.query_ids.at[place, me], y.key_ids),
         segments=work.segments,
@@ -678,10 +682,10 @@ def _store(
         def f(o: Any, m: Any, l: Any, last: Any, scale: Any, *sink: Any, n: int = count) -> Any:
             return softmax.finish(o, m, l, last, scale, s.policy, n, width, *sink)
 
-        *parts, residual = ring.inline(
+        *parts, residual = pipeline.inline(
             f,
             (_MATRIX, ROW, ROW, SCALAR, SCALAR, *[SCALAR] * len(sinks)),
-            (*[ring.array((ROWS, width), o.dtype)] * (count // width), _COLUMN),
+            (*[pipeline.array((ROWS, width), o.dtype)] * (count // width), _COLUMN),
         )(o, m, l, work.query_length - start, v_scale, *sinks)
         for i, part in enumerate(parts):
             # Waits as late as possible until the last results have left the memory.
@@ -715,7 +719,7 @@ def _kernel(*refs: Ref, s: Settings, tiles: int, names: tuple[str, ...]) -> None
     batch, _, heads, _ = out_ref.shape
     me, share = (
         lax.axis_index("warpgroup"),
-        ring.Share(batch * heads * tiles, zigzag=s.is_causal or s.has_segments),
+        pipeline.TileScheduler(batch * heads * tiles, zigzag=s.is_causal or s.has_segments),
     )
     quantizes = x.q_scale is None
 
@@ -728,14 +732,14 @@ def _kernel(*refs: Ref, s: Settings, tiles: int, names: tuple[str, ...]) -> None
             place = lax.rem(i, jnp.int32(_QUERY_SLOTS))
             found = _attend(work(i), place, slot, me, x, y, s)
             # Computed anew, so that the tile's place takes no registers in the meantime.
-            _store(work(ring.anew(i)), me, found, x, y, (out_ref, lse_ref), s)
+            _store(work(pipeline.anew(i)), me, found, x, y, (out_ref, lse_ref), s)
             return found[-1]
 
         def start_to_consume() -> None:
             for i in range(_QUERY_SLOTS):
                 plgpu.barrier_arrive(y.q_free.at[i])
-            ring.free_at_first(s.stages, (y.k_free, y.v_free))
-            ring.PingPong(y.tensor_core_order, me, s.consumers).begin()
+            pipeline.free_at_first(s.stages, (y.k_free, y.v_free))
+            pipeline.PingPong(y.tensor_core_order, me, s.consumers).begin()
             share.by_index(consume)
             plgpu.wait_smem_to_gmem(0)
 
@@ -758,7 +762,7 @@ def _kernel(*refs: Ref, s: Settings, tiles: int, names: tuple[str, ...]) -> None
             share.by_index(produce)
 
         registers = _REGISTERS[s.consumers]
-        ring.divide(me, s.consumers, registers, start_to_consume, start_to_produce)
+        pipeline.divide(me, s.consumers, registers, start_to_consume, start_to_produce)
 
     _allocate(body, x, out_ref, s)
 
@@ -771,10 +775,10 @@ def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -
     if with_ids + with_own and head_dim > _PART:  # to have room for them
         width //= 2
     memory = _Memory(
-        q=ring.tile((_QUERY_SLOTS, *of_each, head_dim), x.k.dtype),
-        k=ring.tile((s.stages, s.tile, head_dim), x.k.dtype),
-        v=ring.tile((s.stages, head_dim, s.tile), x.v.dtype),
-        out=ring.tile((*of_each, width), out.dtype),
+        q=pipeline.tile((_QUERY_SLOTS, *of_each, head_dim), x.k.dtype),
+        k=pipeline.tile((s.stages, s.tile, head_dim), x.k.dtype),
+        v=pipeline.tile((s.stages, head_dim, s.tile), x.v.dtype),
+        out=pipeline.tile((*of_each, width), out.dtype),
         lse=plgpu.SMEM(of_each, jnp.float32),
         # The warpgroup that quantizes arrives once, and each copy does.
         q_ready=plgpu.Barrier(
@@ -794,7 +798,7 @@ def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -
             q_scale=plgpu.SMEM((quantize.PARTS + _QUERY_SLOTS, warpgroups), jnp.float32),
         )
     if s.ping_pong:
-        memory = memory._replace(tensor_core_order=ring.PingPong.memory(s.consumers))
+        memory = memory._replace(tensor_core_order=pipeline.PingPong.memory(s.consumers))
     if with_ids:
         memory = memory._replace(
             query_ids=plgpu.SMEM((_QUERY_SLOTS, *of_each), jnp.int32),
@@ -880,7 +884,7 @@ def attention(
     if key_bounds is not None:
         given |= _of_key_bounds(key_bounds, query_lengths, k.shape[2], shifts, s)
     given = {name: x for name, x in given.items() if x is not None}
-    run = ring.launch(
+    run = pipeline.launch(
         functools.partial(_kernel, s=s, tiles=tiles, names=tuple(given)),
         "turbojax_attention_hopper",
         (

@@ -9,7 +9,7 @@ from jax import lax
 
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic.hopper.segments import Bounds, visible
-from pallas_kernels.mosaic.ring import ROWS
+from pallas_kernels.mosaic.pipeline import ROWS
 from pallas_kernels.mosaic.softmax import Exponential, Policy
 
 
@@ -31,7 +31,7 @@ class Settings:
     # weights in e4m3, a multiple of it.
     tile: int = 128
     consumers: int = 2  # warpgroups that attend, with 64 queries each
-    ping_pong: bool = False  # whether they compute exponentials in turns, see `ring.PingPong`
+    ping_pong: bool = False  # whether they compute exponentials in turns, see `pipeline.PingPong`
     # Whether queries see only keys of their own segment, or within their own bounds.
     has_segments: bool = False
     has_slopes: bool = False

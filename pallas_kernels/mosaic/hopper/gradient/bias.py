@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import bias as biases
-from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic import pipeline
 from pallas_kernels.mosaic.hopper.gradient import elementwise, tiles
 from pallas_kernels.mosaic.hopper.gradient.tiles import (
     ROW,
@@ -138,7 +138,7 @@ def _add(
     )
     q_scale = q_scale * tiles.scores_factor(s)
     gain = jnp.float32(1.0) if x.gains is None else x.gains[step.b]
-    lse, delta = (ring.load(ref.at[slot, me], ROW) for ref in (m.lse, m.delta))
+    lse, delta = (pipeline.load(ref.at[slot, me], ROW) for ref in (m.lse, m.delta))
     own = None if m.own is None else (m.own.at[slot, 0, me], m.own.at[slot, 1, me])
     found = []
     for n, total in enumerate(sums):
@@ -188,7 +188,7 @@ def _copy(step: _Step, slot: jax.Array, x: Operands, m: _Memory) -> None:
 
 def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None:
     x, out = Operands(**dict(zip(names, refs[:-1], strict=True))), refs[-1]
-    me, share = lax.axis_index("warpgroup"), ring.Share(total)
+    me, share = lax.axis_index("warpgroup"), pipeline.TileScheduler(total)
     head_dim, has_ids, has_own = x.q.shape[-1], x.query_ids is not None, x.own is not None
 
     def body(*memory: Any) -> None:
@@ -231,15 +231,15 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
             return lax.fori_loop(jnp.int32(0), jnp.int32(work.steps), one, slot)
 
         def start_to_consume() -> None:
-            ring.free_at_first(s.stages, [m.free])
+            pipeline.free_at_first(s.stages, [m.free])
             share.loop(consume)
 
-        ring.divide(me, WARPGROUPS, (240, 24), start_to_consume, lambda: share.loop(produce))
+        pipeline.divide(me, WARPGROUPS, (240, 24), start_to_consume, lambda: share.loop(produce))
 
     copies = WARPGROUPS * (4 + has_ids + 2 * has_own) + _HALVES * (2 + has_ids)
     pl.run_scoped(
         body,
-        *[ring.tile((s.stages, 2, ROWS, head_dim), r.dtype) for r in (x.q8, x.d8, x.k8, x.v8)],
+        *[pipeline.tile((s.stages, 2, ROWS, head_dim), r.dtype) for r in (x.q8, x.d8, x.k8, x.v8)],
         *[plgpu.SMEM((s.stages, WARPGROUPS, ROWS), jnp.float32)] * 2,
         plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
         plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages),
@@ -250,7 +250,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
 
 
 def _after(step: _Step, slot: jax.Array, s: Settings) -> jax.Array:
-    return jnp.where(step.is_seen, ring.next_slot(slot, s.stages), slot)
+    return jnp.where(step.is_seen, pipeline.next_slot(slot, s.stages), slot)
 
 
 def stages_of(x: Operands) -> int:
@@ -271,7 +271,7 @@ def bias_gradient(x: Operands, settings: Settings) -> jax.Array:
     out = jax.ShapeDtypeStruct(kind.shape, x.bias.dtype)
     if kind.is_row:
         out = jax.ShapeDtypeStruct((batch, heads, _TILE, keys), jnp.float32)
-    run = ring.launch(
+    run = pipeline.launch(
         functools.partial(_kernel, total=total, s=settings, names=tuple(x.given)),
         "turbojax_bias_gradient_hopper",
         out,

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.layouts import LOG2_E, Ref
 from pallas_kernels.mosaic import bias as biases
-from pallas_kernels.mosaic import lane, ring, softmax
+from pallas_kernels.mosaic import lane, pipeline, softmax
 from pallas_kernels.mosaic.hopper.gradient.tiles import MATRIX, Settings
 from pallas_kernels.mosaic.lane import Bool, Float, Int, fragments
-from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, SCALAR
+from pallas_kernels.mosaic.pipeline import COLUMN, ROW, ROWS, SCALAR
 
 
 class _Mask(NamedTuple):
@@ -247,12 +247,14 @@ class Tile:
         """
         types = (MATRIX, self._queries, SCALAR, *[SCALAR] * len(linear), *[MATRIX] * len(added))
         types = (*types, *self._types(limits))
-        returns = [ring.array((ROWS, ROWS), jnp.float32)] * (1 if self.s.soft_cap is None else 2)
+        returns = [pipeline.array((ROWS, ROWS), jnp.float32)] * (
+            1 if self.s.soft_cap is None else 2
+        )
         if self.rows_are_keys:
-            returns.append(ring.array((ROWS, 32), jnp.int32))
+            returns.append(pipeline.array((ROWS, 32), jnp.int32))
         f = functools.partial(_weigh, **self._static, is_linear=bool(linear), bias=self.bias)
         given = (scores, lse, factor, *linear, *added, *limits)
-        results: tuple[jax.Array, ...] = ring.inline(f, types, tuple(returns))(*given)
+        results: tuple[jax.Array, ...] = pipeline.inline(f, types, tuple(returns))(*given)
         return results
 
     def score_gradients(
@@ -268,7 +270,7 @@ class Tile:
         types = [MATRIX, MATRIX, self._queries, SCALAR]
         types += [MATRIX] * len(slopes) + self._types(limits)
         f = functools.partial(_gradients, **self._static, has_bias=self.bias is not None)
-        words: jax.Array = ring.inline(f, tuple(types), ring.array((ROWS, 32), jnp.int32))(
+        words: jax.Array = pipeline.inline(f, tuple(types), pipeline.array((ROWS, 32), jnp.int32))(
             weights, products, delta, factor, *slopes, *limits
         )
         return words
@@ -290,7 +292,7 @@ class Tile:
         """
         types = (MATRIX, MATRIX, MATRIX, ROW, ROW, SCALAR, SCALAR, *self._types(limits))
         f = functools.partial(_add_gradients, s=self.s)
-        found: jax.Array = ring.inline(f, types, ring.array((ROWS, ROWS), jnp.float32))(
+        found: jax.Array = pipeline.inline(f, types, pipeline.array((ROWS, ROWS), jnp.float32))(
             sums, weights, products, delta, lse, factor, gain, *limits
         )
         return found
@@ -312,9 +314,9 @@ class Tile:
             return ()
         limits = (query - key, columns)
         if own is not None:
-            return (*limits, *(ring.load(ref, self._queries) for ref in own), key)
+            return (*limits, *(pipeline.load(ref, self._queries) for ref in own), key)
         if ids is not None:
-            return (*limits, ring.load(ids[0], ROW), ring.load(ids[1], COLUMN))
+            return (*limits, pipeline.load(ids[0], ROW), pipeline.load(ids[1], COLUMN))
         return limits
 
     def _types(self, limits: tuple[jax.Array, ...]) -> list[Any]:

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import bias as biases
-from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic import pipeline
 from pallas_kernels.mosaic.hopper.gradient import elementwise, tiles
 from pallas_kernels.mosaic.hopper.gradient.tiles import (
     COLUMN,
@@ -96,7 +96,7 @@ def _consume(
         for scales in (x.k_scale, x.v_scale)
     )
     k_scale = k_scale * tiles.scores_factor(s)
-    ping_pong = ring.PingPong(m.tensor_core_order, me, WARPGROUPS)
+    ping_pong = pipeline.PingPong(m.tensor_core_order, me, WARPGROUPS)
     plgpu.barrier_wait(m.key_ready.at[me])
 
     def add(
@@ -111,7 +111,7 @@ def _consume(
         d_factor = v_scale * tiles.scale_at(x.d_scale, work.b, head, query, s.block_q)
         scores = tiles.product(m.k8.at[me], m.q8.at[slot])
         products = tiles.product(m.v8.at[me], m.d8.at[slot])
-        lse = ring.load(m.lse.at[slot], COLUMN)
+        lse = pipeline.load(m.lse.at[slot], COLUMN)
         added: tuple[jax.Array, ...] = ()
         if kind is not None:
             added = (biases.of_keys(x.bias, kind.line(work.b, head), query, first),)
@@ -125,7 +125,7 @@ def _consume(
         weights, *slopes, words = tile.weigh(scores, lse, q_factor, limits, linear, added)
         d_v = tiles.add_product(d_v, words, m.d_out.at[slot])
         ping_pong.hand_on()
-        delta = ring.load(m.delta.at[slot], COLUMN)
+        delta = pipeline.load(m.delta.at[slot], COLUMN)
         plgpu.wgmma_wait(1)
         words = tile.score_gradients(weights, products, delta, d_factor, tuple(slopes), limits)
         d_k = tiles.add_product(d_k, words, m.q.at[slot])
@@ -148,7 +148,7 @@ def _consume(
         else:
             d_k, d_v = add_one()
         plgpu.barrier_arrive(m.free.at[slot])
-        return d_k, d_v, ring.next_slot(slot, s.stages)
+        return d_k, d_v, pipeline.next_slot(slot, s.stages)
 
     def head(g: jax.Array, carry: Any) -> Any:
         number = work.h * work.group + g
@@ -195,7 +195,7 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
             if m.own is not None:
                 source = x.own.at[work.b, slice(None), rows]
                 plgpu.copy_gmem_to_smem(source, m.own.at[slot], m.ready.at[slot])
-            return ring.next_slot(slot, s.stages)
+            return pipeline.next_slot(slot, s.stages)
 
         return lax.fori_loop(work.steps.begin, work.steps.end, step, slot)
 
@@ -225,26 +225,28 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
         def consume(work: _Work, slot: jax.Array) -> jax.Array:
             d_k, d_v, slot = _consume(work, slot, me, x, m, s)
             first = work.first + me * ROWS
-            exists = ring.along(ring.iota(ring.ROW) + first < work.length, (ROWS, width), 0)
+            exists = pipeline.along(
+                pipeline.iota(pipeline.ROW) + first < work.length, (ROWS, width), 0
+            )
             rows = (work.b, pl.ds(first, ROWS), work.h, work.channels)
             for sums, ref in ((d_k * s.scale, dk_ref), (d_v, dv_ref)):
                 tiles.store(jnp.where(exists, sums, 0.0), m.out.at[me], ref.at[rows])
             return slot
 
         def start_to_consume() -> None:
-            ring.free_at_first(s.stages, [m.free], m.key_free.at[me])
-            ring.PingPong(m.tensor_core_order, me, WARPGROUPS).begin()
+            pipeline.free_at_first(s.stages, [m.free], m.key_free.at[me])
+            pipeline.PingPong(m.tensor_core_order, me, WARPGROUPS).begin()
             over_tiles(consume)
 
         def produce() -> None:
             over_tiles(lambda work, slot: _produce(work, slot, x, m, s))
 
-        ring.divide(me, WARPGROUPS, (240, 24), start_to_consume, produce)
+        pipeline.divide(me, WARPGROUPS, (240, 24), start_to_consume, produce)
 
     pl.run_scoped(
         body,
-        *[ring.tile((WARPGROUPS, ROWS, head_dim), ref.dtype) for ref in (x.k8, x.v8)],
-        *[ring.tile((s.stages, ROWS, width), dtype)] * 2,
+        *[pipeline.tile((WARPGROUPS, ROWS, head_dim), ref.dtype) for ref in (x.k8, x.v8)],
+        *[pipeline.tile((s.stages, ROWS, width), dtype)] * 2,
         *[plgpu.SMEM((s.stages, ROWS), jnp.float32)] * 2,
         tiles.staging(dk_ref.dtype),
         [
@@ -256,11 +258,11 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages),
         ],
         [
-            ring.tile((s.stages, ROWS, head_dim), ref.dtype)
+            pipeline.tile((s.stages, ROWS, head_dim), ref.dtype)
             for mine, ref in zip(apart, (x.q8, x.d8), strict=True)
             if mine
         ],
-        [ring.PingPong.memory(WARPGROUPS)] * s.ping_pong,
+        [pipeline.PingPong.memory(WARPGROUPS)] * s.ping_pong,
         [plgpu.SMEM((n, ROWS), jnp.int32) for n in (WARPGROUPS, s.stages) if has_ids],
         [plgpu.SMEM((s.stages, 2, ROWS), jnp.int32)] * has_own,
         collective_axes="warpgroup",
@@ -274,7 +276,7 @@ def key_gradient(
     batch, size, kv_heads, head_dim = x.k.shape
     total = batch * kv_heads * pl.cdiv(head_dim, _CHANNELS) * tiles.numbers(size, x.key_order)
     out = jax.ShapeDtypeStruct((batch, size, kv_heads, head_dim), dtype)
-    run = ring.launch(
+    run = pipeline.launch(
         functools.partial(_kernel, total=total, s=settings, names=tuple(x.given)),
         "turbojax_key_gradient_hopper",
         (out, out),

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import bias as biases
-from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic import pipeline
 from pallas_kernels.mosaic.hopper.gradient import elementwise, tiles
 from pallas_kernels.mosaic.hopper.gradient.tiles import (
     ROW,
@@ -88,7 +88,7 @@ def _consume(
     )
     q_scale = q_scale * tiles.scores_factor(s)
     plgpu.barrier_wait(m.query_ready.at[me])
-    lse, delta = (ring.load(ref.at[me], ROW) for ref in (m.lse, m.delta))
+    lse, delta = (pipeline.load(ref.at[me], ROW) for ref in (m.lse, m.delta))
     own = None if m.own is None else (m.own.at[me, 0], m.own.at[me, 1])
 
     def factors(key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -139,18 +139,18 @@ def _consume(
             lambda: sums,
         )
         plgpu.barrier_arrive(m.free.at[slot])
-        return sums, ring.next_slot(slot, s.stages)
+        return sums, pipeline.next_slot(slot, s.stages)
 
     def several(i: jax.Array, carry: Any) -> Any:
         sums, slot = carry
-        slots = [ring.slot_after(slot, n, s.stages) for n in range(s.together)]
+        slots = [pipeline.slot_after(slot, n, s.stages) for n in range(s.together)]
         for one in slots:
             plgpu.barrier_wait(m.ready.at[one])
         begin = (work.steps.inner + i * s.together) * ROWS
         sums = add(sums, begin, slots, is_masked=False)
         for one in slots:
             plgpu.barrier_arrive(m.free.at[one])
-        return sums, ring.slot_after(slot, s.together, s.stages)
+        return sums, pipeline.slot_after(slot, s.together, s.stages)
 
     carry = (tiles.zeros(m.k.shape[-1]), slot)
     steps = work.steps
@@ -189,7 +189,7 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
         if m.ids is not None:
             source = x.key_ids.at[work.b, rows]
             plgpu.copy_gmem_to_smem(source, m.ids[1].at[slot], m.ready.at[slot])
-        return ring.next_slot(slot, s.stages)
+        return pipeline.next_slot(slot, s.stages)
 
     return lax.fori_loop(work.steps.begin, work.steps.end, step, slot)
 
@@ -214,25 +214,25 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
         def consume(work: _Work, slot: jax.Array) -> jax.Array:
             sums, is_blind, slot = _consume(work, slot, me, x, m, s)
             # A query that sees nothing gets nothing, even from keys with NaN.
-            sums = jnp.where(ring.along(is_blind, (ROWS, head_dim), 0), 0.0, sums * s.scale)
+            sums = jnp.where(pipeline.along(is_blind, (ROWS, head_dim), 0), 0.0, sums * s.scale)
             rows = (work.b, pl.ds(work.first + me * ROWS, ROWS), work.head)
             tiles.store(sums, m.out.at[me], out_ref.at[rows])
             return slot
 
         def start_to_consume() -> None:
-            ring.free_at_first(s.stages, [m.free], m.query_free.at[me])
+            pipeline.free_at_first(s.stages, [m.free], m.query_free.at[me])
             over_tiles(consume)
 
         def produce() -> None:
             over_tiles(lambda work, slot: _produce(work, slot, x, m, s))
 
-        ring.divide(me, WARPGROUPS, (240, 24), start_to_consume, produce)
+        pipeline.divide(me, WARPGROUPS, (240, 24), start_to_consume, produce)
 
     pl.run_scoped(
         body,
-        *[ring.tile((WARPGROUPS, ROWS, head_dim), ref.dtype) for ref in (x.q8, x.d8)],
+        *[pipeline.tile((WARPGROUPS, ROWS, head_dim), ref.dtype) for ref in (x.q8, x.d8)],
         *[plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32)] * 2,
-        *[ring.tile((s.stages, ROWS, head_dim), ref.dtype) for ref in (x.v8, x.k)],
+        *[pipeline.tile((s.stages, ROWS, head_dim), ref.dtype) for ref in (x.v8, x.k)],
         tiles.staging(out_ref.dtype),
         [
             plgpu.Barrier(num_arrivals=4 + has_ids + has_own, num_barriers=WARPGROUPS),
@@ -242,7 +242,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
             plgpu.Barrier(num_barriers=WARPGROUPS),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages),
         ],
-        [ring.tile((s.stages, ROWS, head_dim), x.k8.dtype)] * has_k8,
+        [pipeline.tile((s.stages, ROWS, head_dim), x.k8.dtype)] * has_k8,
         [plgpu.SMEM((n, ROWS), jnp.int32) for n in (WARPGROUPS, s.stages) if has_ids],
         [plgpu.SMEM((WARPGROUPS, 2, ROWS), jnp.int32)] * has_own,
         collective_axes="warpgroup",
@@ -253,7 +253,7 @@ def query_gradient(x: Operands, dtype: jax.typing.DTypeLike, settings: Settings)
     """The gradient of the queries, ``[B, T, N, H]`` in `dtype`; 0 where one sees nothing."""
     batch, tokens, heads, _ = x.q.shape
     total = batch * heads * tiles.numbers(tokens, x.query_order)
-    run = ring.launch(
+    run = pipeline.launch(
         functools.partial(_kernel, total=total, s=settings, names=tuple(x.given)),
         "turbojax_query_gradient_hopper",
         jax.ShapeDtypeStruct(x.q.shape, dtype),

@@ -13,13 +13,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.layouts import Ref as Ref
 from pallas_kernels.mosaic import bias as biases
-from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic import pipeline
 from pallas_kernels.mosaic.hopper.segments import Bounds, visible
+from pallas_kernels.mosaic.pipeline import COLUMN as COLUMN
+from pallas_kernels.mosaic.pipeline import ROW as ROW
+from pallas_kernels.mosaic.pipeline import ROWS as ROWS
+from pallas_kernels.mosaic.pipeline import WARPGROUPS as WARPGROUPS
 from pallas_kernels.mosaic.products import wgmma
-from pallas_kernels.mosaic.ring import COLUMN as COLUMN
-from pallas_kernels.mosaic.ring import ROW as ROW
-from pallas_kernels.mosaic.ring import ROWS as ROWS
-from pallas_kernels.mosaic.ring import WARPGROUPS as WARPGROUPS
 
 MATRIX = plgpu.Layout.WGMMA
 # Bytes of a row of a result that are written at once.
@@ -38,7 +38,7 @@ class Settings:
     block_kv: int  # keys that share a scale, and values that do, a multiple of 64
     stages: int  # how many steps' operands are in shared memory
     programs: int = 132  # how many run side by side, one to a multiprocessor
-    # Whether the warpgroups of the gradient of keys weigh in turns, see `ring.PingPong`.
+    # Whether the warpgroups of the gradient of keys weigh in turns, see `pipeline.PingPong`.
     ping_pong: bool = False
 
     @property
@@ -188,8 +188,12 @@ def place_of(
     return row, jnp.where(is_second == 1, 2 * pairs - 1 - place, place)
 
 
-def share_of(total: int, order: Ref | None) -> ring.Share:
-    return ring.Share(total, together=2) if order is None else ring.Share(total, zigzag=True)
+def share_of(total: int, order: Ref | None) -> pipeline.TileScheduler:
+    return (
+        pipeline.TileScheduler(total, together=2)
+        if order is None
+        else pipeline.TileScheduler(total, zigzag=True)
+    )
 
 
 def numbers(tokens: int, order: jax.Array | None) -> int:
@@ -202,24 +206,24 @@ def numbers(tokens: int, order: jax.Array | None) -> int:
 def product(a: Ref, b: Ref) -> jax.Array:
     """Starts ``a @ b.T``; both are tiles in shared memory."""
     dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
-    left, right = (ring.swizzle_of(x.shape[-1], x.dtype) for x in (a, b))
+    left, right = (pipeline.swizzle_of(x.shape[-1], x.dtype) for x in (a, b))
 
     def f(a: Any, b: Any) -> Any:
         return wgmma.start(a, b, swizzle=right, a_swizzle=left)
 
-    kind = ring.array((a.shape[0], b.shape[0]), dtype)
-    return ring.inline(f, (ring.tile_type(a), ring.tile_type(b)), kind)(a, b)
+    kind = pipeline.array((a.shape[0], b.shape[0]), dtype)
+    return pipeline.inline(f, (pipeline.tile_type(a), pipeline.tile_type(b)), kind)(a, b)
 
 
 def add_product(total: jax.Array, words: jax.Array, b: Ref) -> jax.Array:
     """Starts ``total + a @ b``, `a` the words of a 16-bit operand, `b` in shared memory."""
-    swizzle = ring.swizzle_of(b.shape[-1], b.dtype)
+    swizzle = pipeline.swizzle_of(b.shape[-1], b.dtype)
 
     def f(total: Any, words: Any, b: Any) -> Any:
         return wgmma.start(words, b, swizzle=swizzle, total=total, rows_are_depth=True)
 
-    types = (MATRIX, MATRIX, ring.tile_type(b))
-    return ring.inline(f, types, ring.array(total.shape, total.dtype))(total, words, b)
+    types = (MATRIX, MATRIX, pipeline.tile_type(b))
+    return pipeline.inline(f, types, pipeline.array(total.shape, total.dtype))(total, words, b)
 
 
 def scores_factor(s: Settings) -> float:
@@ -228,7 +232,9 @@ def scores_factor(s: Settings) -> float:
 
 
 def arrived(x: jax.Array) -> jax.Array:
-    return ring.inline(mgpu.optimization_barrier, (MATRIX,), ring.array(x.shape, x.dtype))(x)
+    return pipeline.inline(mgpu.optimization_barrier, (MATRIX,), pipeline.array(x.shape, x.dtype))(
+        x
+    )
 
 
 def is_seen(query: jax.Array, key: jax.Array, s: Settings) -> jax.Array:
@@ -246,7 +252,7 @@ def zeros(columns: int) -> jax.Array:
 
 
 def staging(dtype: Any) -> Any:
-    return ring.tile((WARPGROUPS, ROWS, _WIDTH // jnp.dtype(dtype).itemsize), dtype)
+    return pipeline.tile((WARPGROUPS, ROWS, _WIDTH // jnp.dtype(dtype).itemsize), dtype)
 
 
 def scale_at(scales: Ref, b: jax.Array, head: jax.Array, token: jax.Array, block: int) -> jax.Array:

@@ -19,7 +19,7 @@ from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane, lanes
 from pallas_kernels.mosaic.hopper.latent.tiles import LATENT, TILE, Settings
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
-from pallas_kernels.mosaic.ring import ROWS
+from pallas_kernels.mosaic.pipeline import ROWS
 
 _LANES, _CHANNELS = 32, 4
 _SLICES = LATENT // (_LANES * _CHANNELS)

@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import LOG2_E, Ref
-from pallas_kernels.mosaic import lane, ring
+from pallas_kernels.mosaic import lane, pipeline
 from pallas_kernels.mosaic.hopper.latent import join, softmax, tiles
 from pallas_kernels.mosaic.hopper.latent.tiles import (
     HALF,
@@ -54,8 +54,8 @@ from pallas_kernels.mosaic.hopper.paged_prompt import nonfinite
 from pallas_kernels.mosaic.hopper.paged_prompt.expand import BYTE_OFFSET, Codec, centroids
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import pieces
 from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
+from pallas_kernels.mosaic.pipeline import COLUMN, ROW, ROWS, SCALAR
 from pallas_kernels.mosaic.products import wgmma
-from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, SCALAR
 
 # Expansion ----------------------------------------------------------------------------------------
 # Two warpgroups share a tile of 64 tokens: a warp of each has eight of 16 tokens, all in one page.
@@ -89,8 +89,11 @@ class Codes:
 
         refs = (self.x.latent, self.x.scale, self.x.tables)
         types = ((plgpu.RefType(),) * len(refs), SCALAR, SCALAR, SCALAR)
-        out = ring.array((ROWS, 2 * self.count), jnp.int32), ring.array((ROWS, _EIGHT), jnp.float32)
-        return list(ring.inline(f, types, out)(refs, work.b, j, work.length))
+        out = (
+            pipeline.array((ROWS, 2 * self.count), jnp.int32),
+            pipeline.array((ROWS, _EIGHT), jnp.float32),
+        )
+        return list(pipeline.inline(f, types, out)(refs, work.b, j, work.length))
 
     def loaded(
         self, arrays: list[Pointer], numbers: list[Int], share: int
@@ -118,8 +121,8 @@ class Codes:
             factor = fragments.by_row(factors)[0][0]
             self.stored(fragments.scalars(words), factor, Pointer.to(target), share)
 
-        types = (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, ring.tile_type(target))
-        ring.inline(f, types)(*loaded, target)
+        types = (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, pipeline.tile_type(target))
+        pipeline.inline(f, types)(*loaded, target)
 
     def stored(self, words: list[Int], factor: Float, target: Pointer, share: int) -> None:
         warp, own = place()
@@ -184,7 +187,7 @@ def channels(
                         here.store_words([v.as_int() for v in pair])
 
     kinds = (plgpu.Layout.WGMMA, plgpu.RefType(), SCALAR, SCALAR, SCALAR)
-    ring.inline(f, kinds)(x, out, base, first, channel)
+    pipeline.inline(f, kinds)(x, out, base, first, channel)
 
 
 def numbers(x: jax.Array, out: Ref, base: jax.Array, first: jax.Array, rows: int) -> None:
@@ -198,7 +201,7 @@ def numbers(x: jax.Array, out: Ref, base: jax.Array, first: jax.Array, rows: int
             with lane.when(t.equals(0) & (at < rows)):
                 Pointer.to(out).times(start + at, 4).store(value)
 
-    ring.inline(f, (ROW, plgpu.RefType(), SCALAR, SCALAR))(x, out, base, first)
+    pipeline.inline(f, (ROW, plgpu.RefType(), SCALAR, SCALAR))(x, out, base, first)
 
 
 # Memory -------------------------------------------------------------------------------------------
@@ -229,11 +232,11 @@ def memory(x: Inputs, s: Settings) -> Memory:
     # Copies of the rotary part, and of each half; or the warpgroups that expand.
     arrivals = copies * (1 + HALVES) if s.codec is None else copies + SHARES
     return Memory(
-        q=ring.tile((HALVES, ROWS, HALF), dtype),
-        q_rope=ring.tile((ROWS, ROPE), dtype),
-        latent=ring.tile((STAGES, HALVES, TILE, HALF), dtype),
-        rope=ring.tile((STAGES, TILE, ROPE), dtype),
-        p=ring.tile((HALVES, ROWS, TILE // HALVES), dtype),
+        q=pipeline.tile((HALVES, ROWS, HALF), dtype),
+        q_rope=pipeline.tile((ROWS, ROPE), dtype),
+        latent=pipeline.tile((STAGES, HALVES, TILE, HALF), dtype),
+        rope=pipeline.tile((STAGES, TILE, ROPE), dtype),
+        p=pipeline.tile((HALVES, ROWS, TILE // HALVES), dtype),
         factor=plgpu.SMEM((ROWS,), jnp.float32),
         nonfinite=nonfinite.memory(HALVES),
         q_ready=plgpu.Barrier(num_arrivals=1 + HALVES),
@@ -299,7 +302,7 @@ def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax
     def copied(j: jax.Array, slot: jax.Array) -> jax.Array:
         plgpu.barrier_wait(y.free.at[slot])
         begin(j, slot)
-        return ring.next_slot(slot, STAGES)
+        return pipeline.next_slot(slot, STAGES)
 
     if s.codec is None:
         return lax.fori_loop(work.tiles.begin, work.tiles.end, copied, slot)
@@ -309,7 +312,7 @@ def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax
         slot, *words = carry
         plgpu.barrier_wait(y.free.at[slot])
         begin(j, slot)
-        return ring.next_slot(slot, STAGES), *_expand(codes, words, 0, work, j, slot, y)
+        return pipeline.next_slot(slot, STAGES), *_expand(codes, words, 0, work, j, slot, y)
 
     first = codes.load(work, work.tiles.begin, 0)
     return lax.fori_loop(work.tiles.begin, work.tiles.end, expanded, (slot, *first))[0]
@@ -338,15 +341,15 @@ def _expand(
 def _scores(slot: jax.Array, y: Memory) -> jax.Array:
     pairs = [(y.q.at[i], y.latent.at[slot, i]) for i in range(HALVES)]
     pairs.append((y.q_rope, y.rope.at[slot]))
-    kind = ring.array((ROWS, TILE), jnp.float32)
+    kind = pipeline.array((ROWS, TILE), jnp.float32)
 
     def start(q: Any, k: Any, *total: Any) -> Any:
         return wgmma.start(q, k, swizzle=128, a_swizzle=128, total=total[0] if total else None)
 
     found: tuple[jax.Array, ...] = ()
     for q, k in pairs:
-        kinds = ring.tile_type(q), ring.tile_type(k), *(_MATRIX for _ in found)
-        found = (ring.inline(start, kinds, kind)(q, k, *found),)
+        kinds = pipeline.tile_type(q), pipeline.tile_type(k), *(_MATRIX for _ in found)
+        found = (pipeline.inline(start, kinds, kind)(q, k, *found),)
     return _added(*found)
 
 
@@ -362,11 +365,11 @@ def _hide(
         nonfinite.clean(y.latent.at[slot, i], y.nonfinite.at[i], count)
     plgpu.commit_smem()
     last = work.token_of() + (work.begin - j * TILE)
-    key = ring.along(ring.iota(COLUMN, TILE), scores.shape, 1)
-    seen, first = key <= ring.along(last, scores.shape, 0), jnp.zeros_like(last)
+    key = pipeline.along(pipeline.iota(COLUMN, TILE), scores.shape, 1)
+    seen, first = key <= pipeline.along(last, scores.shape, 0), jnp.zeros_like(last)
     if s.window is not None:
         first = last - s.window
-        seen = seen & (key >= ring.along(first, scores.shape, 0))
+        seen = seen & (key >= pipeline.along(first, scores.shape, 0))
     words = [y.nonfinite[0, i] | y.nonfinite[1, i] for i in range(TILE // nonfinite.BITS)]
     return nonfinite.spoil(jnp.where(seen, scores, -jnp.inf), words, first, last)
 
@@ -404,11 +407,11 @@ def _attend(
         hand_over(1, p)
         o = _added(o)
         plgpu.barrier_arrive(y.free.at[slot])
-        return o, m, l, ring.next_slot(slot, STAGES)
+        return o, m, l, pipeline.next_slot(slot, STAGES)
 
     edge, plain = (functools.partial(step, is_edge=x) for x in (True, False))
-    tiles, o = work.tiles, ring.full(0.0, (ROWS, HALF), _MATRIX)
-    carry = (o, ring.full(-jnp.inf, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW), slot)
+    tiles, o = work.tiles, pipeline.full(0.0, (ROWS, HALF), _MATRIX)
+    carry = (o, pipeline.full(-jnp.inf, (ROWS,), ROW), pipeline.full(0.0, (ROWS,), ROW), slot)
     pl.when(work.is_any)(lambda: plgpu.barrier_wait(y.q_ready))
     if s.window is not None:
         carry = lax.fori_loop(tiles.begin, tiles.inner, edge, carry)
@@ -440,7 +443,7 @@ def _add(o: jax.Array, p: Any, values: Ref, half: int) -> jax.Array:
     """
 
     def f(o: Any, p: Any, values: Any) -> Any:
-        given = {"a_swizzle": ring.swizzle_of(TILE // 2, dtype)} if is_memory else {}
+        given = {"a_swizzle": pipeline.swizzle_of(TILE // 2, dtype)} if is_memory else {}
         return wgmma.start(
             p,
             values,
@@ -452,19 +455,19 @@ def _add(o: jax.Array, p: Any, values: Ref, half: int) -> jax.Array:
         )
 
     dtype, is_memory = values.dtype, not isinstance(p, jax.Array)
-    kinds = _MATRIX, ring.tile_type(p) if is_memory else _MATRIX, ring.tile_type(values)
-    return ring.inline(f, kinds, ring.array(o.shape, jnp.float32))(o, p, values)
+    kinds = _MATRIX, pipeline.tile_type(p) if is_memory else _MATRIX, pipeline.tile_type(values)
+    return pipeline.inline(f, kinds, pipeline.array(o.shape, jnp.float32))(o, p, values)
 
 
 def _added(o: jax.Array) -> jax.Array:
     plgpu.wgmma_wait(0)
     # Nothing that reads it comes before the wait.
-    kind = ring.array(o.shape, jnp.float32)
-    return ring.inline(mgpu.optimization_barrier, (_MATRIX,), kind)(o)
+    kind = pipeline.array(o.shape, jnp.float32)
+    return pipeline.inline(mgpu.optimization_barrier, (_MATRIX,), kind)(o)
 
 
 def _store(o: jax.Array, share: jax.Array, half: jax.Array, work: Work, out: Ref) -> None:
-    share = ring.along(share, o.shape, 0)
+    share = pipeline.along(share, o.shape, 0)
     # Rows that see nothing may have summed tokens of other rows.
     o = jnp.where(share == 0, 0.0, o * share)
     channels(o, out, work.base, work.first, work.rows, half * HALF)
@@ -482,7 +485,7 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
 
     def factors() -> jax.Array:
         plgpu.barrier_wait(y.p_ready.at[0])
-        return ring.load(y.factor, ROW)
+        return pipeline.load(y.factor, ROW)
 
     def expanded(words: list[jax.Array], j: jax.Array, slot: jax.Array) -> list[jax.Array]:
         if codes is None:
@@ -496,7 +499,7 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
 
     def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         o, slot, *words = carry
-        following = ring.next_slot(slot, STAGES)
+        following = pipeline.next_slot(slot, STAGES)
         words = expanded(words, j + 1, following)
         plgpu.barrier_wait(y.ready.at[slot])
         o = softmax.rescaled(o, factors())
@@ -509,7 +512,7 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
 
     begin, end = work.tiles.begin, work.tiles.end
     words = [] if codes is None else expanded(codes.load(work, begin, 1), begin, slot)
-    o = ring.full(0.0, (ROWS, HALF), _MATRIX)
+    o = pipeline.full(0.0, (ROWS, HALF), _MATRIX)
     o, slot, *_ = lax.fori_loop(begin, end, step, (o, slot, *words))
     share = factors()
     plgpu.barrier_arrive(y.p_free)
@@ -527,7 +530,7 @@ def _kernel(
     count = len(inputs) - len(names)
     x = Inputs(*inputs[:count], **dict(zip(names, inputs[count:], strict=True)))
     me, is_whole = lax.axis_index("warpgroup"), parts == 1
-    share = ring.Share(total * (parts if x.parts is None else x.parts[0]))
+    share = pipeline.TileScheduler(total * (parts if x.parts is None else x.parts[0]))
 
     def body(**given: Ref) -> None:
         y = Memory(**given)
@@ -544,7 +547,7 @@ def _kernel(
             share.loop(one)
 
         def consume() -> None:
-            ring.free_at_first(STAGES, (y.free,))
+            pipeline.free_at_first(STAGES, (y.free,))
 
             @pl.when(me == 0)
             def _() -> None:
@@ -559,7 +562,7 @@ def _kernel(
         def produce() -> None:
             each(lambda work, slot: _copy(work, slot, x, y, s))
 
-        ring.divide(me, HALVES, s.registers, consume, produce)
+        pipeline.divide(me, HALVES, s.registers, consume, produce)
 
     pl.run_scoped(body, collective_axes="warpgroup", **memory(x, s)._asdict())
 
@@ -612,7 +615,7 @@ def attend(
     kernel = functools.partial(
         _kernel, names=tuple(given), s=settings, heads=heads, total=total, parts=parts
     )
-    run = ring.launch(
+    run = pipeline.launch(
         kernel,
         "turbojax_latent_hopper",
         tuple(shapes),

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import lane, ring
+from pallas_kernels.mosaic import lane, pipeline
 from pallas_kernels.mosaic.lane import Float, fragments
-from pallas_kernels.mosaic.ring import ROW, ROWS
+from pallas_kernels.mosaic.pipeline import ROW, ROWS
 
 _MATRIX = plgpu.Layout.WGMMA
-_OF_ROWS = ring.array((ROWS,), jnp.float32, ROW)
+_OF_ROWS = pipeline.array((ROWS,), jnp.float32, ROW)
 MARGIN = 8.0
 
 
@@ -41,7 +41,7 @@ def maxima(
             found.append((top, alpha, l * alpha))
         return tuple(fragments.row_array(pair) for pair in zip(*found, strict=True))
 
-    return ring.inline(f, (_MATRIX, ROW, ROW), (_OF_ROWS,) * 3)(scores, m, l)
+    return pipeline.inline(f, (_MATRIX, ROW, ROW), (_OF_ROWS,) * 3)(scores, m, l)
 
 
 def weights(
@@ -59,8 +59,8 @@ def weights(
             sums.append(l + lane.tree(p, lambda a, b: a + b))
         return fragments.of_rows(found), fragments.row_array(sums)
 
-    kinds = ring.array((ROWS, scores.shape[1] // 2), jnp.float32), _OF_ROWS
-    return ring.inline(f, (_MATRIX, ROW, ROW), kinds)(scores, m, l)
+    kinds = pipeline.array((ROWS, scores.shape[1] // 2), jnp.float32), _OF_ROWS
+    return pipeline.inline(f, (_MATRIX, ROW, ROW), kinds)(scores, m, l)
 
 
 def _shift(m: Float) -> Float:
@@ -74,7 +74,7 @@ def total(l: jax.Array) -> jax.Array:
         pair = [lane.among_four(x, lambda a, b: a + b) for x in fragments.scalars(l)]
         return fragments.row_array(pair)
 
-    return ring.inline(f, (ROW,), _OF_ROWS)(l)
+    return pipeline.inline(f, (ROW,), _OF_ROWS)(l)
 
 
 def rescaled(o: jax.Array, alpha: jax.Array) -> jax.Array:
@@ -92,4 +92,4 @@ def rescaled(o: jax.Array, alpha: jax.Array) -> jax.Array:
         )
         return fragments.of_rows([found[:size], found[size:]])
 
-    return ring.inline(f, (_MATRIX, ROW), ring.array(o.shape, jnp.float32))(o, alpha)
+    return pipeline.inline(f, (_MATRIX, ROW), pipeline.array(o.shape, jnp.float32))(o, alpha)

@@ -11,11 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import lane, ring
+from pallas_kernels.mosaic import lane, pipeline
 from pallas_kernels.mosaic.hopper.paged_prompt.expand import Codec
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import Span, span
 from pallas_kernels.mosaic.lane import Int, Pointer
-from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR
+from pallas_kernels.mosaic.pipeline import ROW, ROWS, SCALAR
 
 TILE = 64  # tokens that are multiplied at once
 LATENT, ROPE = 512, 64  # channels: of the latent, and of the rotary part of a key
@@ -177,7 +177,7 @@ class Work:
         return self.tiles.begin < self.tiles.end
 
     def token_of(self) -> jax.Array:
-        row = ring.iota(ROW) + self.first
+        row = pipeline.iota(ROW) + self.first
         return lax.div(row, jnp.full_like(row, self.heads))
 
 
@@ -216,7 +216,7 @@ def ask_for(work: Work, j: jax.Array, x: Inputs) -> None:
 
     refs = (x.latent, x.rope, x.tables)
     types = ((plgpu.RefType(),) * len(refs), SCALAR, SCALAR, SCALAR)
-    ring.inline(f, types)(refs, work.b, j, work.length)
+    pipeline.inline(f, types)(refs, work.b, j, work.length)
 
 
 def asked_for(arrays: list[Pointer], numbers: list[Int], x: Inputs) -> None:

@@ -23,10 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic import pipeline
+from pallas_kernels.mosaic.pipeline import ROWS, SCALAR, WARPGROUPS
 from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import GROUP, MOST_ROWS, TABLE_BYTES, TABLES
-from pallas_kernels.mosaic.ring import ROWS, SCALAR, WARPGROUPS
 
 _OUTPUTS = 2
 # Tiles of 64 rows that a transposed one has.
@@ -92,12 +92,12 @@ def _by_inputs(tiles: int, groups: int) -> _Order:
 
 
 def _expand(order: _Order, refs: tuple[Ref, Ref, Ref], me: jax.Array, out: Ref) -> None:
-    types = (SCALAR, *[plgpu.RefType()] * 3, ring.tile_type(out))
+    types = (SCALAR, *[plgpu.RefType()] * 3, pipeline.tile_type(out))
 
     def run(first: Any, codes: Any, scales: Any, tables: Any, out: Any) -> None:
         order.expand(codes, scales, tables, first, out)
 
-    ring.inline(run, types)(order.first(me), *refs, out)
+    pipeline.inline(run, types)(order.first(me), *refs, out)
 
 
 def _kernel(
@@ -109,7 +109,7 @@ def _kernel(
 ) -> None:
     """One program."""
     me, order = lax.axis_index("warpgroup"), ordered(*codes_ref.shape[:2])
-    share, stages = ring.Share(order.total), order.stages
+    share, stages = pipeline.TileScheduler(order.total), order.stages
 
     def body(
         codes: Ref, scales: Ref, tables: Ref, out: Ref, ready: Ref, free: Ref, tables_ready: Ref
@@ -123,17 +123,17 @@ def _kernel(
             plgpu.commit_smem()
             plgpu.barrier_arrive(free.at[slot])
             plgpu.copy_smem_to_gmem(buffer, out_ref.at[order.target(at, me)])
-            return ring.slot_after(slot, 1, stages)
+            return pipeline.slot_after(slot, 1, stages)
 
         def produce(i: jax.Array, slot: jax.Array) -> jax.Array:
             source = order.source(order.place(share.number(i)))
             plgpu.barrier_wait(free.at[slot])
             plgpu.copy_gmem_to_smem(codes_ref.at[source], codes.at[slot], ready.at[slot])
             plgpu.copy_gmem_to_smem(scales_ref.at[source], scales.at[slot], ready.at[slot])
-            return ring.slot_after(slot, 1, stages)
+            return pipeline.slot_after(slot, 1, stages)
 
         def start_to_consume() -> None:
-            ring.free_at_first(stages, [free])
+            pipeline.free_at_first(stages, [free])
             plgpu.barrier_wait(tables_ready)
             share.by_index(consume)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -142,14 +142,14 @@ def _kernel(
             plgpu.copy_gmem_to_smem(tables_ref, tables, tables_ready)
             share.by_index(produce)
 
-        ring.divide(me, WARPGROUPS, None, start_to_consume, start_to_produce)
+        pipeline.divide(me, WARPGROUPS, None, start_to_consume, start_to_produce)
 
     pl.run_scoped(
         body,
         plgpu.SMEM((stages, *order.held, *codes_ref.shape[2:]), jnp.uint8),
         plgpu.SMEM((stages, *order.held, ROWS), jnp.uint8),
         plgpu.SMEM((TABLES, TABLE_BYTES), jnp.uint8),
-        ring.tile((WARPGROUPS, _OUTPUTS, *order.tile), jnp.uint8),
+        pipeline.tile((WARPGROUPS, _OUTPUTS, *order.tile), jnp.uint8),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
         plgpu.Barrier(),
@@ -167,7 +167,7 @@ def _launch(
 ) -> jax.Array:
     kernel, order = functools.partial(_kernel, ordered=ordered), ordered(*codes.shape[:2])
     kind = jax.ShapeDtypeStruct(out, jnp.uint8)
-    run = ring.launch(kernel, order.name, kind, order.total, programs)
+    run = pipeline.launch(kernel, order.name, kind, order.total, programs)
     expanded = run(int4.chunks(codes), lax.bitcast_convert_type(scales, jnp.uint8), tables)
     return lax.bitcast_convert_type(expanded, jnp.float8_e4m3fn)
 

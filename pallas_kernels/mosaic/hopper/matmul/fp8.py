@@ -18,27 +18,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic import pipeline
 from pallas_kernels.mosaic.hopper.matmul import program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
 from pallas_kernels.mosaic.hopper.matmul.program import TILE, Tile, Work
 from pallas_kernels.mosaic.hopper.matmul.program import Settings as Settings
+from pallas_kernels.mosaic.pipeline import ROWS
 from pallas_kernels.mosaic.products import wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP
-from pallas_kernels.mosaic.ring import ROWS
 
 STAGE_BYTES = TILE * GROUP  # shared memory that the weights of a stage take
 
 
 def _start(w: Ref, x: Ref, total: jax.Array | None) -> jax.Array:
-    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
+    kind = pipeline.array((ROWS, x.shape[0]), jnp.float32)
     arrays = [] if total is None else [total]
-    types = (ring.tile_type(w), ring.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
+    types = (pipeline.tile_type(w), pipeline.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
 
     def run(w: Any, x: Any, *total: Any) -> Any:
         return wgmma.start(w, x, swizzle=128, a_swizzle=128, total=total[0] if total else None)
 
-    return ring.inline(run, types, kind)(w, x, *arrays)
+    return pipeline.inline(run, types, kind)(w, x, *arrays)
 
 
 def _accumulate(
@@ -58,9 +58,9 @@ def _accumulate(
         def _() -> None:
             plgpu.barrier_arrive(m.free.at[before])
 
-        return total, ring.slot_after(slot, 1, s.stages), slot
+        return total, pipeline.slot_after(slot, 1, s.stages), slot
 
-    carry = (ring.full(0.0, (ROWS, s.tokens)), slot, slot)
+    carry = (pipeline.full(0.0, (ROWS, s.tokens)), slot, slot)
     total, after, last = lax.fori_loop(work.begin, work.end, step, carry)
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(m.free.at[last])
@@ -84,7 +84,7 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings) -> None:
     pl.run_scoped(
         body,
         program.tile_memory(1, a.x.dtype, s),
-        ring.tile((s.stages, TILE, GROUP), w_ref.dtype),
+        pipeline.tile((s.stages, TILE, GROUP), w_ref.dtype),
         collective_axes="warpgroup",
     )
 

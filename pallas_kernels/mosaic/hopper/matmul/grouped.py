@@ -26,13 +26,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import lane, ring
+from pallas_kernels.mosaic import lane, pipeline
 from pallas_kernels.mosaic.hopper.matmul import epilogue, program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
 from pallas_kernels.mosaic.lane import Int, Pointer
+from pallas_kernels.mosaic.pipeline import PROGRAM, ROWS, SCALAR
 from pallas_kernels.mosaic.products import int4, wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP, TABLE_BYTES, TABLES
-from pallas_kernels.mosaic.ring import PROGRAM, ROWS, SCALAR
 
 NAN = 0x7FFF7FFF  # A word of two float16 or bfloat16 NaNs
 _LANES = 32
@@ -245,7 +245,7 @@ def _start(words: jax.Array, x: Ref, width: int, total: jax.Array | None) -> jax
         x = mgpu.memref_unsqueeze(x, 1)
         return wgmma.start(words, x, swizzle=128, total=total[0] if total else None)
 
-    return ring.inline(run, types, ring.array((ROWS, width), jnp.float32))(x, *arrays)
+    return pipeline.inline(run, types, pipeline.array((ROWS, width), jnp.float32))(x, *arrays)
 
 
 def _write(
@@ -308,7 +308,7 @@ def _store(
 
         @pl.when(first < count)
         def _(first: int = first) -> None:
-            ring.inline(functools.partial(write, first), types)(total, *numbers, *refs)
+            pipeline.inline(functools.partial(write, first), types)(total, *numbers, *refs)
 
     plgpu.barrier_arrive(m.tile_free)
 
@@ -326,7 +326,7 @@ def _fill(me: jax.Array, p: Plan, a: Arrays, s: Settings) -> None:
             place = Pointer.to(target).times(number, lane.integer(_CHUNK))
             place.store_words([lane.scalar(word)] * 4)
 
-    write = ring.inline(run, (SCALAR, SCALAR, plgpu.RefType()))
+    write = pipeline.inline(run, (SCALAR, SCALAR, plgpu.RefType()))
 
     def step(i: jax.Array, _: None) -> None:
         write(first + i * threads, p.bound(2), a.out)
@@ -336,7 +336,13 @@ def _fill(me: jax.Array, p: Plan, a: Arrays, s: Settings) -> None:
 
 
 def _consume(
-    me: jax.Array, share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Settings
+    me: jax.Array,
+    share: pipeline.TileScheduler,
+    p: Plan,
+    m: Memory,
+    a: Arrays,
+    rows: int,
+    s: Settings,
 ) -> None:
     groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
     steps, weights = share.count * groups, (m.codes, m.scales, *m.tables)
@@ -351,7 +357,7 @@ def _consume(
     ) -> tuple[jax.Array, ...]:
         def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             total, words, unit, slot = carry
-            following = ring.next_slot(slot, s.stages)
+            following = pipeline.next_slot(slot, s.stages)
             if s.consumers < _MOST_CONSUMERS:
                 words = program.settle(words, slot)
             product = _start(words, m.x.at[slot], width, None if s.is_two_level else total)
@@ -364,7 +370,7 @@ def _consume(
                 product = total + product * lax.broadcast_in_dim(unit, product.shape, (0,))
             return product, words, next_unit, following
 
-        carry = (ring.full(0.0, (ROWS, width)), *carry)
+        carry = (pipeline.full(0.0, (ROWS, width)), *carry)
         total, *rest = lax.fori_loop(jnp.int32(0), groups, step, carry)
         _store(total, work, me, m, a, rows, s)
         return tuple(rest)
@@ -405,14 +411,16 @@ def _copy_scales(source: Pointer, target: Pointer, token: Int, rows: int, tokens
             target.at(number << 1).store_low(scale, 16)
 
 
-def _produce(share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Settings) -> None:
+def _produce(
+    share: pipeline.TileScheduler, p: Plan, m: Memory, a: Arrays, rows: int, s: Settings
+) -> None:
     groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
 
     def scales(token: Any, source: Any, target: Any) -> None:
         places = Pointer.to(source), Pointer.to(target)
         _copy_scales(*places, lane.scalar(token), a.x.shape[0], s.tokens)
 
-    copy = ring.inline(scales, (SCALAR, plgpu.RefType(), plgpu.RefType()))
+    copy = pipeline.inline(scales, (SCALAR, plgpu.RefType(), plgpu.RefType()))
 
     def tile(number: jax.Array, slot: jax.Array) -> jax.Array:
         work = _work(number, p, across, s)
@@ -425,7 +433,7 @@ def _produce(share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Set
             plgpu.copy_gmem_to_smem(a.codes.at[some, g], m.codes.at[slot], ready)
             plgpu.copy_gmem_to_smem(a.scales.at[scaled, g], m.scales.at[slot], ready)
             _copy_tokens(work, g, a.x, m.x.at[slot], ready, s)
-            return ring.next_slot(slot, s.stages)
+            return pipeline.next_slot(slot, s.stages)
 
         slot = lax.fori_loop(jnp.int32(0), groups, group, slot)
         plgpu.barrier_wait(m.tile_free)
@@ -451,14 +459,14 @@ def _kernel(*refs: Ref, rows: int, s: Settings, has_tables: bool) -> None:
         @pl.when(me == s.consumers)
         def _() -> None:
             # Each of its four warps does the same.
-            ring.inline(run, [plgpu.RefType()] * 2)(a.sizes, m.plan)
+            pipeline.inline(run, [plgpu.RefType()] * 2)(a.sizes, m.plan)
 
-        ring.inline(lambda: lane.block_barrier(), ())()
+        pipeline.inline(lambda: lane.block_barrier(), ())()
         p = Plan(m.plan, experts)
-        share = ring.Share(p.bound(0) * pl.cdiv(rows, s.consumers * ROWS))
+        share = pipeline.TileScheduler(p.bound(0) * pl.cdiv(rows, s.consumers * ROWS))
 
         def consume() -> None:
-            ring.free_at_first(s.stages, [m.free], m.tile_free)
+            pipeline.free_at_first(s.stages, [m.free], m.tile_free)
             if has_tables:
                 plgpu.barrier_wait(m.tables_ready)
             _consume(me, share, p, m, a, rows, s)
@@ -468,7 +476,7 @@ def _kernel(*refs: Ref, rows: int, s: Settings, has_tables: bool) -> None:
                 plgpu.copy_gmem_to_smem(a.tables, m.tables[0], m.tables_ready)
             _produce(share, p, m, a, rows, s)
 
-        ring.divide(me, s.consumers, s.registers, consume, produce)
+        pipeline.divide(me, s.consumers, s.registers, consume, produce)
 
     barrier, e = plgpu.Barrier, s.epilogue
     pl.run_scoped(
@@ -517,7 +525,7 @@ def grouped_matmul(
         weights = [weights[0], lax.bitcast_convert_type(weights[1], jnp.uint8), tables]
     kernel = functools.partial(_kernel, rows=rows, s=settings, has_tables=tables is not None)
     columns = rows * settings.epilogue.outputs // ROWS
-    run = ring.launch(
+    run = pipeline.launch(
         kernel,
         "turbojax_grouped_matmul_hopper",
         jax.ShapeDtypeStruct((x.shape[0], columns), jnp.dtype(settings.epilogue.dtype)),

@@ -23,14 +23,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic import pipeline
 from pallas_kernels.mosaic.hopper.matmul import program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
 from pallas_kernels.mosaic.hopper.matmul.program import TILE, Tile, Work
 from pallas_kernels.mosaic.hopper.matmul.program import Settings as Settings
+from pallas_kernels.mosaic.pipeline import ROWS, WARPGROUPS
 from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import ROW_BYTES, TABLE_BYTES, TABLES
-from pallas_kernels.mosaic.ring import ROWS, WARPGROUPS
 
 TABLES_BYTES = TABLES * TABLE_BYTES  # shared memory that the tables take
 
@@ -48,7 +48,7 @@ def _accumulate(
 
     def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, words, unit, slot = carry
-        following = ring.slot_after(slot, s.teams, s.stages)
+        following = pipeline.slot_after(slot, s.teams, s.stages)
         product = program.start(words, m.x.at[slot], None if s.is_two_level else total)
         wait(begin + (g + 1) * s.teams, following)
         # While the product is in flight. After the last group this converts stale memory.
@@ -61,7 +61,7 @@ def _accumulate(
 
     wait(begin, slot)
     words, unit = program.operand(weights, slot, half)
-    carry = (ring.full(0.0, (ROWS, s.tokens)), words, unit, slot)
+    carry = (pipeline.full(0.0, (ROWS, s.tokens)), words, unit, slot)
     steps = lax.div(jnp.maximum(work.end - begin, 0) + (s.teams - 1), jnp.int32(s.teams))
     total, *_ = lax.fori_loop(jnp.int32(0), steps, step, carry)
     return total, after

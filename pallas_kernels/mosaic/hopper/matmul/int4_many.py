@@ -30,12 +30,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic import pipeline
 from pallas_kernels.mosaic.hopper.matmul import epilogue, program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
+from pallas_kernels.mosaic.pipeline import ROWS, SCALAR, WARPGROUPS
 from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
-from pallas_kernels.mosaic.ring import ROWS, SCALAR, WARPGROUPS
 
 TILE = WARPGROUPS * ROWS  # weight rows of a tile
 # Of every array in shared memory; all barriers together take less.
@@ -122,12 +122,12 @@ class Work(NamedTuple):
 def _operand(m: Memory, slot: jax.Array, me: jax.Array) -> jax.Array:
     refs = [m.codes.at[slot], m.scales.at[slot], m.tables]
     types = (SCALAR, *[plgpu.RefType()] * len(refs))
-    words = ring.array((ROWS, GROUP // 4), jnp.int32)
+    words = pipeline.array((ROWS, GROUP // 4), jnp.int32)
 
     def run(row: Any, codes: Any, scales: Any, tables: Any) -> Any:
         return int4.operand(codes, scales, tables, row)[0]
 
-    return ring.inline(run, types, words)(me * ROWS, *refs)
+    return pipeline.inline(run, types, words)(me * ROWS, *refs)
 
 
 def _accumulate(
@@ -143,12 +143,12 @@ def _accumulate(
     `operand` is the first group's weights as words, and its slot; `has_next` says whether another
     tile follows.
     """
-    ping_pong = ring.PingPong(m.tensor_core_order, me, WARPGROUPS)
+    ping_pong = pipeline.PingPong(m.tensor_core_order, me, WARPGROUPS)
 
     def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, words, slot = carry
         is_inside = g + 1 < groups
-        following = ring.next_slot(slot, s.stages)
+        following = pipeline.next_slot(slot, s.stages)
         total = program.start(program.settle(words, slot), m.x.at[slot], total)
         ping_pong.hand_on()
         pl.when(is_inside | has_next)(lambda: plgpu.barrier_wait(m.ready.at[following]))
@@ -162,21 +162,21 @@ def _accumulate(
         return total, words, following
 
     ping_pong.wait()
-    carry = (ring.full(0.0, (ROWS, s.tokens)), *operand)
+    carry = (pipeline.full(0.0, (ROWS, s.tokens)), *operand)
     total, words, slot = lax.fori_loop(jnp.int32(0), jnp.int32(groups), step, carry)
     return total, (words, slot)
 
 
 def _finish(total: jax.Array, token: int, me: jax.Array, out: Ref, m: Memory, s: Settings) -> None:
     refs = [out, m.token_scales, *m.factors]
-    types = [ring.tile_type(out), *[plgpu.RefType()] * (len(refs) - 1)]
+    types = [pipeline.tile_type(out), *[plgpu.RefType()] * (len(refs) - 1)]
     span = (token, min(_WRITTEN, s.tokens - token))
 
     def run(total: Any, row: Any, out: Any, scales: Any, *factors: Any) -> None:
         bias = factors[1] if s.epilogue.has_bias else None
         epilogue.finish(total, span, scales, factors[0], bias, out, row, s.epilogue)
 
-    ring.inline(run, (plgpu.Layout.WGMMA, SCALAR, *types))(total, me * ROWS, *refs)
+    pipeline.inline(run, (plgpu.Layout.WGMMA, SCALAR, *types))(total, me * ROWS, *refs)
 
 
 def _store(total: jax.Array, work: Work, me: jax.Array, m: Memory, a: Arrays, s: Settings) -> None:
@@ -207,7 +207,7 @@ def _produce(
         plgpu.copy_gmem_to_smem(a.scales.at[tiles, g], m.scales.at[slot], ready)
         inputs = pl.ds(g * GROUP, GROUP)
         plgpu.copy_gmem_to_smem(a.x.at[tokens, inputs], m.x.at[slot], ready)
-        return ring.next_slot(slot, s.stages)
+        return pipeline.next_slot(slot, s.stages)
 
     slot = lax.fori_loop(jnp.int32(0), jnp.int32(groups), group, slot)
     plgpu.barrier_wait(m.tile_free)
@@ -225,17 +225,17 @@ def _memory(stages: int, scales: Any, s: Settings) -> Memory:
         codes=plgpu.SMEM((stages, WARPGROUPS, *chunk), jnp.uint8),
         scales=plgpu.SMEM((stages, WARPGROUPS, ROWS), scales),
         tables=plgpu.SMEM((TABLES, TABLE_BYTES), jnp.uint8),
-        x=ring.tile((stages, s.tokens, GROUP), jnp.float8_e4m3fn),
+        x=pipeline.tile((stages, s.tokens, GROUP), jnp.float8_e4m3fn),
         token_scales=plgpu.SMEM((s.tokens,), jnp.bfloat16),
         factors=[plgpu.SMEM((TILE,), jnp.float32)] * factors,
-        out=ring.tile((WARPGROUPS, _PLACES, _WRITTEN, s.width), s.epilogue.dtype),
+        out=pipeline.tile((WARPGROUPS, _PLACES, _WRITTEN, s.width), s.epilogue.dtype),
         ready=barrier(num_arrivals=3, num_barriers=stages),
         free=barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
         tile_ready=barrier(num_arrivals=1 + factors),
         tile_free=barrier(num_arrivals=WARPGROUPS),
         residual_ready=barrier(num_barriers=WARPGROUPS),
         tables_ready=barrier(),
-        tensor_core_order=ring.PingPong.memory(WARPGROUPS),
+        tensor_core_order=pipeline.PingPong.memory(WARPGROUPS),
     )
 
 
@@ -247,7 +247,7 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings) -> None:
     me, groups = lax.axis_index("warpgroup"), codes.shape[1]
 
     def body(m: Memory) -> None:
-        share = ring.Share(tiles[0] * tiles[1])
+        share = pipeline.TileScheduler(tiles[0] * tiles[1])
 
         def work_of(i: jax.Array) -> Work:
             return Work.of(share.number(i), tiles[0], s)
@@ -261,8 +261,8 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings) -> None:
             return operand
 
         def start_to_consume() -> None:
-            ring.free_at_first(s.stages, [m.free], m.tile_free)
-            ring.PingPong(m.tensor_core_order, me, WARPGROUPS).begin()
+            pipeline.free_at_first(s.stages, [m.free], m.tile_free)
+            pipeline.PingPong(m.tensor_core_order, me, WARPGROUPS).begin()
             plgpu.barrier_wait(m.tables_ready)
             slot = jnp.int32(0)
             plgpu.barrier_wait(m.ready.at[slot])
@@ -275,7 +275,7 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings) -> None:
             plgpu.copy_gmem_to_smem(a.tables, m.tables, m.tables_ready)
             share.by_index(lambda i, slot: _produce(work_of(i), slot, groups, m, a, s))
 
-        ring.divide(me, WARPGROUPS, REGISTERS, start_to_consume, start_to_produce)
+        pipeline.divide(me, WARPGROUPS, REGISTERS, start_to_consume, start_to_produce)
 
     pl.run_scoped(body, _memory(s.stages, scales.dtype, s), collective_axes="warpgroup")
 
@@ -302,7 +302,7 @@ def int4_matmul(
     if columns < s.columns:
         raise ValueError(f"{columns=} must be at least {s.columns}, those of a tile")
     tiles = (pl.cdiv(x.shape[0], s.tokens), pl.cdiv(codes.shape[0], WARPGROUPS))
-    run = ring.launch(
+    run = pipeline.launch(
         functools.partial(_kernel, tiles=tiles, s=s),
         "turbojax_int4_matmul_many_hopper",
         jax.ShapeDtypeStruct((x.shape[0], columns), jnp.dtype(s.epilogue.dtype)),

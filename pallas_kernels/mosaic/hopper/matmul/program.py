@@ -15,15 +15,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import lane, ring
+from pallas_kernels.mosaic import lane, pipeline
 from pallas_kernels.mosaic.hopper.matmul import epilogue
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue
 from pallas_kernels.mosaic.lane import Int, fragments
 from pallas_kernels.mosaic.lane.instructions import asm
 from pallas_kernels.mosaic.lane.numbers import i32
+from pallas_kernels.mosaic.pipeline import ROW, ROWS, SCALAR, WARPGROUPS
 from pallas_kernels.mosaic.products import int4, wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP
-from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR, WARPGROUPS
 
 TILE = WARPGROUPS * ROWS  # outputs of a tile, before a gated product halves them
 # Copies are of multiples of this many bytes.
@@ -139,11 +139,11 @@ def tile_memory(copies: int, x: Any, s: Settings) -> Tile:
     if s.parts > 1:
         out = plgpu.SMEM(shape, jnp.float32)
     else:
-        out = ring.tile(shape, e.dtype) if e.swizzle else plgpu.SMEM(shape, e.dtype)
+        out = pipeline.tile(shape, e.dtype) if e.swizzle else plgpu.SMEM(shape, e.dtype)
     free = barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)
     sums = [plgpu.SMEM((WARPGROUPS, ROWS, s.tokens), jnp.float32)] * (s.teams - 1)
     return Tile(
-        x=ring.tile((s.stages, s.tokens, GROUP), x),
+        x=pipeline.tile((s.stages, s.tokens, GROUP), x),
         token_scales=plgpu.SMEM((s.scaled,), jnp.bfloat16),
         out=out,
         sums=sums,
@@ -166,14 +166,14 @@ def operand(
     codes, scales, *tables = weights
     refs = [codes.at[slot], scales.at[slot], *tables]
     types = (SCALAR, *[plgpu.RefType()] * len(refs))
-    words = ring.array((ROWS, GROUP // 4), jnp.int32)
-    unit = ring.array((ROWS,), jnp.float32, ROW)
+    words = pipeline.array((ROWS, GROUP // 4), jnp.int32)
+    unit = pipeline.array((ROWS,), jnp.float32, ROW)
     dtype = "float16" if scales.dtype == jnp.float16 else "bfloat16"
 
     def run(row: Any, codes: Any, scales: Any, *tables: Any) -> Any:
         return int4.operand(codes, scales, tables[0] if tables else None, row, dtype)
 
-    return ring.inline(run, types, (words, unit))(half * ROWS, *refs)
+    return pipeline.inline(run, types, (words, unit))(half * ROWS, *refs)
 
 
 def settle(words: jax.Array, slot: jax.Array) -> jax.Array:
@@ -189,19 +189,19 @@ def settle(words: jax.Array, slot: jax.Array) -> jax.Array:
             ]
         )
 
-    kind = ring.array(words.shape, jnp.int32)
-    return ring.inline(run, (plgpu.Layout.WGMMA, SCALAR), kind)(words, slot)
+    kind = pipeline.array(words.shape, jnp.int32)
+    return pipeline.inline(run, (plgpu.Layout.WGMMA, SCALAR), kind)(words, slot)
 
 
 def start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
-    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
+    kind = pipeline.array((ROWS, x.shape[0]), jnp.float32)
     arrays = [words] if total is None else [words, total]
-    types = (ring.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
+    types = (pipeline.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
 
     def run(x: Any, words: Any, *total: Any) -> Any:
         return wgmma.start(words, x, swizzle=128, total=total[0] if total else None)
 
-    return ring.inline(run, types, kind)(x, *arrays)
+    return pipeline.inline(run, types, kind)(x, *arrays)
 
 
 def share_of(
@@ -213,9 +213,9 @@ def share_of(
     waits.
     """
     half, team = lax.rem(me, jnp.int32(WARPGROUPS)), lax.div(me, jnp.int32(WARPGROUPS))
-    after = ring.slot_after(slot, work.end - work.begin, s.stages)
+    after = pipeline.slot_after(slot, work.end - work.begin, s.stages)
     late = lax.rem(team + slot, jnp.int32(s.teams))
-    return half, work.begin + late, ring.slot_after(slot, late, s.stages), after
+    return half, work.begin + late, pipeline.slot_after(slot, late, s.stages), after
 
 
 def wait_for(g: jax.Array, slot: jax.Array, work: Work, m: Tile) -> None:
@@ -236,8 +236,8 @@ def add_teams(total: jax.Array, me: jax.Array, m: Tile, s: Settings) -> jax.Arra
     half = lax.rem(me, jnp.int32(WARPGROUPS))
     place = m.sums[0].at[half]
     types = (plgpu.Layout.WGMMA, plgpu.RefType())
-    put = ring.inline(epilogue.put, types)
-    add = ring.inline(epilogue.add, types, ring.array(total.shape, total.dtype))
+    put = pipeline.inline(epilogue.put, types)
+    add = pipeline.inline(epilogue.add, types, pipeline.array(total.shape, total.dtype))
 
     @pl.when(me >= WARPGROUPS)
     def _() -> None:
@@ -262,7 +262,7 @@ def _finish(
     refs = [out, m.token_scales, a.output_scales, *([a.bias] if e.has_bias else [])]
     types = [plgpu.RefType() for _ in refs]
     if s.parts == 1 and e.swizzle:
-        types[0] = ring.tile_type(out)
+        types[0] = pipeline.tile_type(out)
 
     def run(total: Any, row: Any, out: Any, scales: Any, *rest: Any) -> None:
         span = (token, min(s.written, s.tokens - token))
@@ -272,7 +272,7 @@ def _finish(
         bias = rest[1] if e.has_bias else None
         epilogue.finish(total, span, scales, rest[0], bias, out, row, e)
 
-    ring.inline(run, (plgpu.Layout.WGMMA, SCALAR, *types))(total, row, *refs)
+    pipeline.inline(run, (plgpu.Layout.WGMMA, SCALAR, *types))(total, row, *refs)
 
 
 def store(total: jax.Array, work: Work, me: jax.Array, m: Tile, a: Arrays, s: Settings) -> None:
@@ -317,7 +317,7 @@ def produce(
         copy(g, slot, work)
         source = a.x.at[tokens, pl.ds(g * GROUP, GROUP)]
         plgpu.copy_gmem_to_smem(source, m.x.at[slot], m.ready.at[slot])
-        return ring.slot_after(slot, 1, s.stages)
+        return pipeline.slot_after(slot, 1, s.stages)
 
     slot = lax.fori_loop(work.begin, work.end, group, slot)
     plgpu.barrier_wait(m.tile_free)
@@ -360,7 +360,7 @@ def run_program(
     are what the warpgroups that compute, and the one that copies, run first.
     """
     me = lax.axis_index("warpgroup")
-    share = ring.Share(tiles[0] * tiles[1] * s.parts)
+    share = pipeline.TileScheduler(tiles[0] * tiles[1] * s.parts)
 
     def over_tiles(f: Step) -> None:
         share.loop(lambda number, slot: f(Work(number, tiles[0], groups, s), slot))
@@ -389,7 +389,7 @@ def run_program(
             before[1]()
         over_tiles(lambda work, slot: produce(work, slot, m, a, s, copy))
 
-    ring.divide(me, s.warpgroups, s.registers, start_to_consume, start_to_produce)
+    pipeline.divide(me, s.warpgroups, s.registers, start_to_consume, start_to_produce)
 
 
 def launch(kernel: Any, name: str, tokens: int, rows: int, columns: int, s: Settings) -> Any:
@@ -411,7 +411,7 @@ def launch(kernel: Any, name: str, tokens: int, rows: int, columns: int, s: Sett
         kernel(*refs, tiles=tiles)
 
     total = tiles[0] * tiles[1] * s.parts
-    return ring.launch(run, name, out, total, s.programs, consumers=s.warpgroups)
+    return pipeline.launch(run, name, out, total, s.programs, consumers=s.warpgroups)
 
 
 def arrays_of(refs: tuple[Ref, ...], weights: int, e: Epilogue) -> Arrays:

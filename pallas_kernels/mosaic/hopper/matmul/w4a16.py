@@ -23,14 +23,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic import pipeline
 from pallas_kernels.mosaic.hopper.matmul import program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
 from pallas_kernels.mosaic.hopper.matmul.program import Settings as Settings
 from pallas_kernels.mosaic.hopper.matmul.program import Tile, Work
+from pallas_kernels.mosaic.pipeline import ROW, ROWS, SCALAR, WARPGROUPS
 from pallas_kernels.mosaic.products import int4_half
 from pallas_kernels.mosaic.products.int4 import GROUP
-from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR, WARPGROUPS
 
 NAME = "turbojax_w4a16_hopper"
 _CHUNK = 256
@@ -47,14 +47,14 @@ def _operand(
 ) -> tuple[jax.Array, jax.Array]:
     refs = [x.at[slot] for x in weights]
     types = (SCALAR, *[plgpu.RefType()] * len(refs))
-    words = ring.array((ROWS, GROUP // 2), jnp.int32)
-    unit = ring.array((ROWS,), jnp.float32, ROW)
+    words = pipeline.array((ROWS, GROUP // 2), jnp.int32)
+    unit = pipeline.array((ROWS,), jnp.float32, ROW)
 
     def run(row: Any, codes: Any, scales: Any, *zeros: Any) -> Any:
         zero = zeros[0] if zeros else None
         return int4_half.operand(codes, scales, zero, row, dtype, kind, rounds)
 
-    return ring.inline(run, types, (words, unit))(me * ROWS, *refs)
+    return pipeline.inline(run, types, (words, unit))(me * ROWS, *refs)
 
 
 def _accumulate(
@@ -81,7 +81,7 @@ def _accumulate(
 
     def overlapped(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, words, unit, slot = carry
-        following = ring.slot_after(slot, s.teams, s.stages)
+        following = pipeline.slot_after(slot, s.teams, s.stages)
         product = program.start(words, m.x.at[slot], None if s.is_two_level else total)
         wait(begin + (g + 1) * s.teams, following)
         # While the product is in flight. After the last group this converts stale memory.
@@ -97,9 +97,9 @@ def _accumulate(
         product = program.start(words, m.x.at[slot], None if s.is_two_level else total)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(m.free.at[slot])
-        return add(total, product, unit), ring.slot_after(slot, s.teams, s.stages)
+        return add(total, product, unit), pipeline.slot_after(slot, s.teams, s.stages)
 
-    total = ring.full(0.0, (ROWS, s.tokens))
+    total = pipeline.full(0.0, (ROWS, s.tokens))
     steps = lax.div(jnp.maximum(work.end - begin, 0) + (s.teams - 1), jnp.int32(s.teams))
     if s.teams > 1 and s.tokens > 32:
         # Two operands at once would take too many registers; other warpgroups compute meanwhile.

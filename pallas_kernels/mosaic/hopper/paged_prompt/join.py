@@ -18,7 +18,7 @@ from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane, lanes
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import Settings
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
-from pallas_kernels.mosaic.ring import ROWS, WARPGROUPS
+from pallas_kernels.mosaic.pipeline import ROWS, WARPGROUPS
 
 _THREADS, _TOGETHER = 128, 8
 

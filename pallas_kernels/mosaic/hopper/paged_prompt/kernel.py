@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import LOG2_E, Ref
-from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic import pipeline
 from pallas_kernels.mosaic.hopper.paged_prompt import join, nonfinite
 from pallas_kernels.mosaic.hopper.paged_prompt.products import Eight, Sixteen
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
@@ -47,7 +47,7 @@ from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
     tile_tokens,
     together,
 )
-from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, WARPGROUPS
+from pallas_kernels.mosaic.pipeline import COLUMN, ROW, ROWS, WARPGROUPS
 
 # Bytes of a row of the output that are stored at once.
 _WIDTH = 128
@@ -91,13 +91,13 @@ def memory(x: Inputs, out: Ref, s: Settings) -> Memory:
     width = _WIDTH // jnp.dtype(out.dtype).itemsize
     free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)
     return Memory(
-        q=ring.tile((queries, ROWS, head_dim), x.q.dtype),
-        k=ring.tile((s.stages, tile, head_dim), x.k.dtype),
-        v=ring.tile(
+        q=pipeline.tile((queries, ROWS, head_dim), x.q.dtype),
+        k=pipeline.tile((s.stages, tile, head_dim), x.k.dtype),
+        v=pipeline.tile(
             (s.stages, *(x.v.shape[2:] if x.is_transposed else (tile, head_dim))), x.v.dtype
         ),
         known_nonfinite=nonfinite.memory(s.stages),
-        out=ring.tile((*rows, width), out.dtype),
+        out=pipeline.tile((*rows, width), out.dtype),
         lse=plgpu.SMEM(rows, jnp.float32),
         q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=queries),
         k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
@@ -121,7 +121,7 @@ def with_sink(
     `m` are maxima, ``-inf`` where nothing is seen; `o` and `l` are not normalized, and to be
     multiplied by two to the power ``m - shift``. `sinks` are in powers of two, ``[N]``.
     """
-    row = ring.iota(ROW)
+    row = pipeline.iota(ROW)
     each = work.tokens // WARPGROUPS
     sink = jnp.full_like(l, sinks[work.head])
     for g in range(1, work.together):
@@ -131,7 +131,7 @@ def with_sink(
     new = jnp.where(new == -jnp.inf, 0.0, new)
     weight = jnp.exp2(top - new)
     # What sees nothing may have been multiplied with 0 times NaN.
-    o = jnp.where(ring.along(l == 0, o.shape, 0), 0.0, o) * ring.along(weight, o.shape, 0)
+    o = jnp.where(pipeline.along(l == 0, o.shape, 0), 0.0, o) * pipeline.along(weight, o.shape, 0)
     return o, new + shift, l * weight + jnp.exp2(sink - new)
 
 
@@ -189,7 +189,7 @@ def _copy_keys(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -
         plgpu.barrier_wait(y.v_free.at[slot])
         source = x.v.at[work.transposed(j, x), work.h]
         plgpu.copy_gmem_to_smem(source, y.v.at[slot], y.v_ready.at[slot])
-        return ring.next_slot(slot, s.stages)
+        return pipeline.next_slot(slot, s.stages)
 
     if x.is_transposed:
         return lax.fori_loop(work.tiles.begin, work.tiles.end, transposed, slot)
@@ -203,14 +203,14 @@ def _copy_keys(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -
         if not is_edge:
             _copy_tile(pages, work, j, x.v, y.v.at[slot], ready)
             plgpu.barrier_arrive(ready)
-            return ring.next_slot(slot, s.stages)
+            return pipeline.next_slot(slot, s.stages)
         _copy_tile(pages, work, j, x.v, y.v.at[slot], y.v_here)
         plgpu.barrier_wait(y.v_here)
         nonfinite.clean(y.v.at[slot], y.known_nonfinite.at[slot], work.length - j * tile)
         plgpu.commit_smem()
         for _ in range(arrivals):
             plgpu.barrier_arrive(ready)
-        return ring.next_slot(slot, s.stages)
+        return pipeline.next_slot(slot, s.stages)
 
     return _over_tiles(work.tiles, step, slot, s)
 
@@ -243,7 +243,7 @@ def _weights(
     """
 
     def scaled(x: jax.Array) -> jax.Array:
-        return x * (ring.along(factor, x.shape, 0) if factor.ndim and x.ndim > 1 else factor)
+        return x * (pipeline.along(factor, x.shape, 0) if factor.ndim and x.ndim > 1 else factor)
 
     if s.soft_cap is not None:
         # Absolute errors are what counts: they are multiplied by the cap.
@@ -255,7 +255,7 @@ def _weights(
     # 0 in rows where nothing was visible yet.
     shift = jnp.where(top == -jnp.inf, 0.0, top)
     alpha = jnp.exp2(m - shift)
-    return jnp.exp2(scaled(x) - ring.along(shift - extra, x.shape, 0)), top, alpha
+    return jnp.exp2(scaled(x) - pipeline.along(shift - extra, x.shape, 0)), top, alpha
 
 
 def _attend(
@@ -291,16 +291,16 @@ def _attend(
 
     def step(j: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
         o, m, l, slot = carry
-        following = ring.next_slot(slot, s.stages)
+        following = pipeline.next_slot(slot, s.stages)
         found = products.scores(slot, y.take_turns)
         plgpu.barrier_arrive(y.k_free.at[slot])
         seen = None
         if is_edge:
             last, first = seen_of(j)
-            key = ring.along(ring.iota(COLUMN, tile), shape, 1)
-            seen = key <= ring.along(last, shape, 0)
+            key = pipeline.along(pipeline.iota(COLUMN, tile), shape, 1)
+            seen = key <= pipeline.along(last, shape, 0)
             if first is not None:
-                seen = seen & (key >= ring.along(first, shape, 0))
+                seen = seen & (key >= pipeline.along(first, shape, 0))
         p, m, alpha = _weights(found, m, seen, factor, products.shift, s)
         l = l * alpha + jnp.sum(p, axis=1)
         o, p = products.prepare(o, p, alpha)
@@ -316,8 +316,8 @@ def _attend(
         plgpu.barrier_arrive(y.v_free.at[slot])
         return o, m, l, following
 
-    o = ring.full(0.0, (ROWS, head_dim), _MATRIX)
-    carry = (o, ring.full(-jnp.inf, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW), slot)
+    o = pipeline.full(0.0, (ROWS, head_dim), _MATRIX)
+    carry = (o, pipeline.full(-jnp.inf, (ROWS,), ROW), pipeline.full(0.0, (ROWS,), ROW), slot)
     wait_for_key(work.tiles.begin, slot)
     _keep_apart(me == 1, y, is_always=False)
     if y.overlaps_tiles:
@@ -364,7 +364,7 @@ def _store(
     broken = jnp.where(work.is_broken, jnp.nan, 0.0)
     share = jnp.where(nothing, 0.0, x.factors[1] / l) + broken
     lse = jnp.where(nothing, -jnp.inf, (m - shift) * (1 / LOG2_E) + jnp.log(l)) + broken
-    o = jnp.where(ring.along(nothing, o.shape, 0), 0.0, o) * ring.along(share, o.shape, 0)
+    o = jnp.where(pipeline.along(nothing, o.shape, 0), 0.0, o) * pipeline.along(share, o.shape, 0)
     each = work.tokens // WARPGROUPS
     tokens = pl.ds(work.first + me * each, each)
     width, is_part = y.out.shape[-1], len(out_ref.shape) == 5
@@ -395,7 +395,7 @@ def _kernel(*refs: Ref, s: Settings, total: int) -> None:
     *inputs, out_ref, lse_ref = refs
     named = {"sinks": inputs.pop()} if s.has_sinks else {}
     x, me = Inputs(*inputs, **named), lax.axis_index("warpgroup")
-    share = ring.Share(total if s.part is None else total * x.parts[1], zigzag=True)
+    share = pipeline.TileScheduler(total if s.part is None else total * x.parts[1], zigzag=True)
 
     def body(**memory: Ref) -> None:
         y = Memory(**memory)
@@ -421,13 +421,15 @@ def _kernel(*refs: Ref, s: Settings, total: int) -> None:
         def start_to_consume() -> None:
             for i in range(slots):
                 plgpu.barrier_arrive(y.q_free.at[i * WARPGROUPS + me])
-            ring.free_at_first(s.stages, (y.k_free, y.v_free))
+            pipeline.free_at_first(s.stages, (y.k_free, y.v_free))
             _keep_apart(me == 1, y, is_always=True)
             share.by_index(consume)
             _keep_apart(me == 0, y, is_always=True)
             plgpu.wait_smem_to_gmem(0)
 
-        ring.divide(me, WARPGROUPS, s.registers, start_to_consume, lambda: share.by_index(produce))
+        pipeline.divide(
+            me, WARPGROUPS, s.registers, start_to_consume, lambda: share.by_index(produce)
+        )
 
     pl.run_scoped(body, collective_axes="warpgroup", **memory(x, out_ref, s)._asdict())
 
@@ -509,7 +511,7 @@ def _run(q: jax.Array, k: jax.Array, *rest: jax.Array, s: Settings) -> tuple[jax
         shapes = [
             jax.ShapeDtypeStruct((parts, *rows, *last), jnp.float32) for last in ((head_dim,), ())
         ]
-    run = ring.launch(
+    run = pipeline.launch(
         functools.partial(_kernel, s=s, total=tiles),
         "turbojax_paged_prompt_hopper",
         tuple(shapes),

@@ -18,9 +18,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import lane, ring
+from pallas_kernels.mosaic import lane, pipeline
 from pallas_kernels.mosaic.lane import Int, Pointer
-from pallas_kernels.mosaic.ring import SCALAR
+from pallas_kernels.mosaic.pipeline import SCALAR
 
 BITS = 32  # tokens of a word
 _THREADS = 128
@@ -47,7 +47,7 @@ def clean(values: Ref, found: Ref, count: jax.Array) -> None:
     def f(values: Any, found: Any, count: Any) -> None:
         _clean(Pointer.to(values), Pointer.to(found), lane.scalar(count), tile, head_dim, dtype)
 
-    ring.inline(f, (ring.tile_type(values), plgpu.RefType(), SCALAR))(values, found, count)
+    pipeline.inline(f, (pipeline.tile_type(values), plgpu.RefType(), SCALAR))(values, found, count)
 
 
 def _clean(

@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import E4M3_MAX, Ref
-from pallas_kernels.mosaic import lane, ring
+from pallas_kernels.mosaic import lane, pipeline
 from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
+from pallas_kernels.mosaic.pipeline import ROW, ROWS
 from pallas_kernels.mosaic.products import wgmma
-from pallas_kernels.mosaic.ring import ROW, ROWS
 
 _MATRIX = plgpu.Layout.WGMMA
 # jax's types do not export it.
@@ -45,7 +45,7 @@ class Sixteen:
         """Float32 ``[64, t]`` of a tile of keys."""
 
         def f(out: Ref) -> jax.Array:
-            plgpu.wgmma(out, self.q, ring.transposed(self.k.at[slot]))
+            plgpu.wgmma(out, self.q, pipeline.transposed(self.k.at[slot]))
             then()
             return out[...]
 
@@ -53,7 +53,7 @@ class Sixteen:
 
     def prepare(self, o: jax.Array, p: jax.Array, alpha: jax.Array) -> tuple[jax.Array, ...]:
         """The sums before, rescaled, and weights as `add` takes them."""
-        return o * ring.along(alpha, o.shape, 0), p.astype(self.v.dtype)
+        return o * pipeline.along(alpha, o.shape, 0), p.astype(self.v.dtype)
 
     def add(
         self, o: jax.Array, p: jax.Array, alpha: jax.Array, slot: jax.Array, then: Then
@@ -89,11 +89,11 @@ class Eight:
         rows, head_dim = queries.shape
         dtype = jnp.dtype(queries.dtype).name
         kinds = (
-            ring.array((rows, head_dim), jnp.float8_e4m3fn, plgpu.Layout.WGMMA_8BIT),
-            ring.array((rows,), jnp.float32, ROW),
+            pipeline.array((rows, head_dim), jnp.float8_e4m3fn, plgpu.Layout.WGMMA_8BIT),
+            pipeline.array((rows,), jnp.float32, ROW),
         )
         f = functools.partial(_quantized, head_dim=head_dim, dtype=dtype)
-        q, factor = ring.inline(f, (ring.tile_type(queries),), kinds)(queries)
+        q, factor = pipeline.inline(f, (pipeline.tile_type(queries),), kinds)(queries)
         return cls(q, factor, k, v)
 
     def scores(self, slot: jax.Array, then: Then) -> jax.Array:
@@ -101,28 +101,28 @@ class Eight:
 
     def prepare(self, o: jax.Array, p: jax.Array, alpha: jax.Array) -> tuple[jax.Array, ...]:
         del alpha
-        kind = ring.array(p.shape, jnp.float8_e4m3fn, plgpu.Layout.WGMMA_8BIT)
-        return o, ring.inline(_packed, (_MATRIX,), kind)(p)
+        kind = pipeline.array(p.shape, jnp.float8_e4m3fn, plgpu.Layout.WGMMA_8BIT)
+        return o, pipeline.inline(_packed, (_MATRIX,), kind)(p)
 
     def add(
         self, o: jax.Array, p: jax.Array, alpha: jax.Array, slot: jax.Array, then: Then
     ) -> jax.Array:
         """`o`, rescaled, plus the weighted values of a tile."""
         product = self._product(p, self.v.at[slot], then)
-        return o * ring.along(alpha, o.shape, 0) + product
+        return o * pipeline.along(alpha, o.shape, 0) + product
 
     def _product(self, a: jax.Array, b: Ref, then: Then) -> jax.Array:
-        swizzle = ring.swizzle_of(b.shape[-1], b.dtype)
-        kind = ring.array((ROWS, b.shape[0]), jnp.float32)
+        swizzle = pipeline.swizzle_of(b.shape[-1], b.dtype)
+        kind = pipeline.array((ROWS, b.shape[0]), jnp.float32)
 
         def f(a: Any, b: Any) -> Any:
             return wgmma.start(a, b, swizzle=swizzle)
 
-        out = ring.inline(f, (plgpu.Layout.WGMMA_8BIT, ring.tile_type(b)), kind)(a, b)
+        out = pipeline.inline(f, (plgpu.Layout.WGMMA_8BIT, pipeline.tile_type(b)), kind)(a, b)
         then()
         plgpu.wgmma_wait(0)
         # Nothing that reads it comes before the wait.
-        return ring.inline(mgpu.optimization_barrier, (_MATRIX,), kind)(out)
+        return pipeline.inline(mgpu.optimization_barrier, (_MATRIX,), kind)(out)
 
 
 def _packed(p: Any) -> Any:

@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import ring
-from pallas_kernels.mosaic.ring import ROW, ROWS, WARPGROUPS
+from pallas_kernels.mosaic import pipeline
+from pallas_kernels.mosaic.pipeline import ROW, ROWS, WARPGROUPS
 
 # Heads of a group that share a tile: each has at least eight tokens of a warpgroup's.
 _MOST_TOGETHER = 8
@@ -173,7 +173,7 @@ class Work:
 
     def token_of(self, me: jax.Array) -> jax.Array:
         each = self.tokens // WARPGROUPS
-        row = ring.iota(ROW)
+        row = pipeline.iota(ROW)
         row = (row & (each - 1)) + (self.first + me * each)
         return row if self.group == 1 else lax.div(row, jnp.full_like(row, self.group))
 

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic import pipeline
 from pallas_kernels.mosaic.hopper.pooled import tiles
 from pallas_kernels.mosaic.hopper.pooled.tiles import (
     COLUMN,
@@ -52,10 +52,10 @@ class Work:
         self.i = lax.div(self.first, jnp.int32(s.block_q))
 
 
-def over_tiles(q: Ref, step: ring.Step) -> None:
+def over_tiles(q: Ref, step: pipeline.Step) -> None:
     """Calls `step` for each of a program's tiles of queries."""
     total = q.shape[0] * q.shape[2] * pl.cdiv(q.shape[1], WARPGROUPS * ROWS)
-    ring.Share(total).loop(step)
+    pipeline.TileScheduler(total).loop(step)
 
 
 def _attend(
@@ -91,28 +91,28 @@ def _attend(
         if edge is None:
             bias = tiles.bias_of(w, t)
             top = jnp.maximum(m, jnp.max(x, axis=1) * s.factor + bias)
-            return jnp.exp2(x * s.factor - ring.along(top - bias, shape, 0)), top, top
+            return jnp.exp2(x * s.factor - pipeline.along(top - bias, shape, 0)), top, top
         bias, *others = edge
-        x = tiles.hide(x * s.factor + ring.along(bias, shape, 1), *rows, others, s)
+        x = tiles.hide(x * s.factor + pipeline.along(bias, shape, 1), *rows, others, s)
         top = jnp.maximum(m, jnp.max(x, axis=1))
         shift = jnp.where(top == -jnp.inf, 0.0, top)
-        return jnp.exp2(x - ring.along(shift, shape, 0)), top, shift
+        return jnp.exp2(x - pipeline.along(shift, shape, 0)), top, shift
 
     def step(t: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
         o, m, l, slot = carry
-        following = ring.next_slot(slot, s.stages)
+        following = pipeline.next_slot(slot, s.stages)
 
         def scores(out: Ref) -> jax.Array:
-            plgpu.wgmma(out, q, ring.transposed(k.at[slot]))
+            plgpu.wgmma(out, q, pipeline.transposed(k.at[slot]))
             take_turns()
             return out[...]
 
         x = pl.run_scoped(scores, tiles.accumulator(shape, jnp.float32))
-        edge = [ring.load(ref.at[slot], COLUMN) for ref in columns] if is_edge else None
+        edge = [pipeline.load(ref.at[slot], COLUMN) for ref in columns] if is_edge else None
         plgpu.barrier_arrive(k_free.at[slot])
         p, m_new, shift = weights(t, x, m, edge)
         alpha = jnp.exp2(m - shift)
-        o = o * ring.along(alpha, o.shape, 0)
+        o = o * pipeline.along(alpha, o.shape, 0)
         l = l * alpha + jnp.sum(p, axis=1)
         p16 = p.astype(q.dtype)
         o, l, m_new, p16 = lax.optimization_barrier((o, l, m_new, p16))
@@ -128,8 +128,8 @@ def _attend(
         plgpu.barrier_arrive(v_free.at[slot])
         return o, m_new, l, following
 
-    o = ring.full(0.0, (ROWS, head_dim), plgpu.Layout.WGMMA)
-    carry = (o, ring.full(-jnp.inf, (ROWS,), ROW), ring.full(0.0, (ROWS,), ROW), slot)
+    o = pipeline.full(0.0, (ROWS, head_dim), plgpu.Layout.WGMMA)
+    carry = (o, pipeline.full(-jnp.inf, (ROWS,), ROW), pipeline.full(0.0, (ROWS,), ROW), slot)
     wait_for_key(jnp.int32(0), slot)
     # The second warpgroup is half a step behind. Only within a tile: the producer waits for both
     # before it goes on to the next one.
@@ -149,7 +149,7 @@ def _finish(
     nothing = ~is_there | (l == 0)
     share = jnp.where(nothing, 0.0, 1 / l)
     lse = jnp.where(nothing, -jnp.inf, m * (1 / LOG2_E) + jnp.log(l))
-    o = jnp.where(ring.along(nothing, o.shape, 0), 0.0, o * ring.along(share, o.shape, 0))
+    o = jnp.where(pipeline.along(nothing, o.shape, 0), 0.0, o * pipeline.along(share, o.shape, 0))
     return o, lse
 
 
@@ -194,7 +194,7 @@ def _kernel(*refs: Ref, s: Settings) -> None:
                 s,
             )
             plgpu.barrier_arrive(q_free.at[me])
-            is_there = ring.iota(ROW) + first < query_lengths[work.b]
+            is_there = pipeline.iota(ROW) + first < query_lengths[work.b]
             o, residual = _finish(o, m, l, is_there, w.invalid)
             rows = pl.ds(first, ROWS)
             target = out_ref.at[work.b, rows, work.head]
@@ -228,18 +228,20 @@ def _kernel(*refs: Ref, s: Settings) -> None:
             return tiles.produce(w, slot, blocks, sources, columns, length, s, marks.keys)
 
         def start_to_consume() -> None:
-            ring.free_at_first(s.stages, free[1:], q_free.at[me])
+            pipeline.free_at_first(s.stages, free[1:], q_free.at[me])
             over_tiles(q_ref, consume)
 
-        ring.divide(me, WARPGROUPS, (232, 40), start_to_consume, lambda: over_tiles(q_ref, produce))
+        pipeline.divide(
+            me, WARPGROUPS, (232, 40), start_to_consume, lambda: over_tiles(q_ref, produce)
+        )
 
     width = head_dim * q_ref.dtype.itemsize // out_ref.dtype.itemsize
     pl.run_scoped(
         body,
-        ring.tile((WARPGROUPS, ROWS, head_dim), q_ref.dtype),
-        ring.tile((s.stages, TILE, head_dim), q_ref.dtype),
-        ring.tile((s.stages, TILE, head_dim), q_ref.dtype),
-        ring.tile((WARPGROUPS, ROWS, width), out_ref.dtype),
+        pipeline.tile((WARPGROUPS, ROWS, head_dim), q_ref.dtype),
+        pipeline.tile((s.stages, TILE, head_dim), q_ref.dtype),
+        pipeline.tile((s.stages, TILE, head_dim), q_ref.dtype),
+        pipeline.tile((WARPGROUPS, ROWS, width), out_ref.dtype),
         plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
         tiles.segment_memory(s, WARPGROUPS, ROWS),
         tiles.column_memory(s),
@@ -278,7 +280,7 @@ def attention(
     """
     batch, tokens, heads, _ = q.shape
     per_head = pl.cdiv(tokens, WARPGROUPS * ROWS)
-    run = ring.launch(
+    run = pipeline.launch(
         functools.partial(_kernel, s=settings),
         "turbojax_pooled_attention_hopper",
         (

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic import pipeline
 from pallas_kernels.mosaic.hopper.pooled import tiles
 from pallas_kernels.mosaic.hopper.pooled.tiles import (
     COLUMN,
@@ -124,7 +124,7 @@ class _Rows(NamedTuple):
 
 
 def _rows(work: _Work, me: jax.Array, key_length: jax.Array) -> _Rows:
-    within = ring.iota(ROW) + me * ROWS
+    within = pipeline.iota(ROW) + me * ROWS
 
     def fill(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, within.shape)
@@ -165,21 +165,23 @@ def _step(
     k, values = keys
     q, d_o, lse, delta = queries
     shape = (ROWS, _QUERIES)
-    pairs = (k, ring.transposed(q)), (values, ring.transposed(d_o))
+    pairs = (k, pipeline.transposed(q)), (values, pipeline.transposed(d_o))
     x, d_p = tiles.product(*pairs, columns=_QUERIES)
     bias = jnp.where(_is_among(entry, rows), rows.bias, -jnp.inf)
-    lse = ring.load(lse, COLUMN)
-    x = x * s.factor + (ring.along(bias, shape, 0) - ring.along(lse, shape, 1))
+    lse = pipeline.load(lse, COLUMN)
+    x = x * s.factor + (pipeline.along(bias, shape, 0) - pipeline.along(lse, shape, 1))
     if is_masked and s.is_causal:
-        at = ring.iota(COLUMN, _QUERIES) + position
-        x = jnp.where(ring.along(rows.last, shape, 0) <= ring.along(at, shape, 1), x, -jnp.inf)
+        at = pipeline.iota(COLUMN, _QUERIES) + position
+        x = jnp.where(
+            pipeline.along(rows.last, shape, 0) <= pipeline.along(at, shape, 1), x, -jnp.inf
+        )
     if is_masked and segments:
-        mine, other = (ring.load(*x) for x in zip(segments, (ROW, COLUMN), strict=True))
-        seen = ring.along(mine, shape, 0) == ring.along(other, shape, 1)
+        mine, other = (pipeline.load(*x) for x in zip(segments, (ROW, COLUMN), strict=True))
+        seen = pipeline.along(mine, shape, 0) == pipeline.along(other, shape, 1)
         x = jnp.where(seen, x, -jnp.inf)
     p = jnp.exp2(x)
     d_v = tiles.add_product(d_v, p.astype(q.dtype), d_o)
-    d_s = p * (d_p - ring.along(ring.load(delta, COLUMN), shape, 1))
+    d_s = p * (d_p - pipeline.along(pipeline.load(delta, COLUMN), shape, 1))
     return tiles.add_product(d_k, d_s.astype(q.dtype), q), d_v
 
 
@@ -196,7 +198,7 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
         return b, head if entries.shape[1] > 1 else 0, work.listed
 
     def over_tiles(f: Any) -> None:
-        ring.Share(plan.total).loop(lambda number, slot: f(_Work(number, plan), slot))
+        pipeline.TileScheduler(plan.total).loop(lambda number, slot: f(_Work(number, plan), slot))
 
     def body(
         q: Ref,
@@ -235,7 +237,7 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
                     lambda: tuple(sums),
                 )
                 plgpu.barrier_arrive(query_free.at[slot])
-                return *sums, seen | entry, ring.next_slot(slot, s.stages)
+                return *sums, seen | entry, pipeline.next_slot(slot, s.stages)
 
             def head(g: jax.Array, carry: Any) -> Any:
                 at = list_at(work, g)
@@ -248,13 +250,13 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
                 one = functools.partial(step, at=at, is_masked=False)
                 return lax.fori_loop(first * plan.steps, last * plan.steps, one, carry)
 
-            zeros = ring.full(0.0, (ROWS, head_dim), plgpu.Layout.WGMMA)
+            zeros = pipeline.full(0.0, (ROWS, head_dim), plgpu.Layout.WGMMA)
             carry = (zeros, zeros, jnp.int32(0), slot)
             carry = lax.fori_loop(jnp.int32(0), jnp.int32(work.group), head, carry)
             d_k, d_v, seen, slot = carry
             plgpu.barrier_arrive(key_free.at[me])
             # A block to which nothing attends gets nothing, even if it holds NaN.
-            is_seen = ring.along(_is_among(seen, rows), zeros.shape, 0)
+            is_seen = pipeline.along(_is_among(seen, rows), zeros.shape, 0)
             d_k, d_v = (jnp.where(is_seen, x, 0.0) for x in (d_k, d_v))
             span = pl.ds(work.result * TILE + me * ROWS, ROWS)
             for ref, x in zip(outputs, (d_k * s.scale, d_v), strict=True):
@@ -296,7 +298,7 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
                     for x in segments[1]:
                         source = marks.queries.at[work.b, span]
                         plgpu.copy_gmem_to_smem(source, x.at[slot], query_ready.at[slot])
-                    return ring.next_slot(slot, s.stages)
+                    return pipeline.next_slot(slot, s.stages)
 
                 first, last = work.share(counts[(*at, 0)])
                 return lax.fori_loop(first * plan.steps, last * plan.steps, step, slot)
@@ -304,17 +306,17 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
             return lax.fori_loop(jnp.int32(0), jnp.int32(work.group), head, slot)
 
         def start_to_consume() -> None:
-            ring.free_at_first(s.stages, [query_free], key_free.at[me])
+            pipeline.free_at_first(s.stages, [query_free], key_free.at[me])
             over_tiles(consume)
 
-        ring.divide(me, WARPGROUPS, (240, 24), start_to_consume, lambda: over_tiles(produce))
+        pipeline.divide(me, WARPGROUPS, (240, 24), start_to_consume, lambda: over_tiles(produce))
 
     pl.run_scoped(
         body,
-        *[ring.tile((s.stages, _QUERIES, head_dim), q_ref.dtype)] * 2,
+        *[pipeline.tile((s.stages, _QUERIES, head_dim), q_ref.dtype)] * 2,
         *[plgpu.SMEM((s.stages, _QUERIES), jnp.float32)] * 2,
-        *[ring.tile((WARPGROUPS, ROWS, head_dim), q_ref.dtype)] * 2,
-        ring.tile((WARPGROUPS, ROWS, _WIDTH), jnp.float32),
+        *[pipeline.tile((WARPGROUPS, ROWS, head_dim), q_ref.dtype)] * 2,
+        pipeline.tile((WARPGROUPS, ROWS, _WIDTH), jnp.float32),
         [tiles.segment_memory(s, WARPGROUPS, ROWS), tiles.segment_memory(s, s.stages, _QUERIES)],
         [
             plgpu.Barrier(num_arrivals=2 + s.has_segments, num_barriers=WARPGROUPS),
@@ -365,7 +367,7 @@ def key_gradient(
     groups = sum(counted) * TILE
     shape = (batch, kv_heads, groups + (_PARTS - 1) * TILE, head_dim)
     out = jax.ShapeDtypeStruct(shape, jnp.float32)
-    run = ring.launch(
+    run = pipeline.launch(
         functools.partial(_kernel, plan=plan),
         "turbojax_pooled_key_gradient_hopper",
         (out, out),

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic import pipeline
 from pallas_kernels.mosaic.hopper.pooled import tiles
 from pallas_kernels.mosaic.hopper.pooled.forward import Work, over_tiles
 from pallas_kernels.mosaic.hopper.pooled.tiles import (
@@ -59,16 +59,16 @@ def _gradient(
 
     def half(total: jax.Array, t: jax.Array, slot: jax.Array, begin: int, is_edge: bool) -> Any:
         kh, vh = (x.at[slot, pl.ds(begin, _COLUMNS)] for x in (k, v))
-        pairs = (q, ring.transposed(kh)), (d_o, ring.transposed(vh))
+        pairs = (q, pipeline.transposed(kh)), (d_o, pipeline.transposed(vh))
         x, d_p = tiles.product(*pairs, columns=_COLUMNS)
         if is_edge:
             span = pl.ds(begin, _COLUMNS)
-            bias, *others = (ring.load(ref.at[slot, span], COLUMN) for ref in columns)
-            x = x * s.factor + (ring.along(bias, shape, 1) - ring.along(lse, shape, 0))
+            bias, *others = (pipeline.load(ref.at[slot, span], COLUMN) for ref in columns)
+            x = x * s.factor + (pipeline.along(bias, shape, 1) - pipeline.along(lse, shape, 0))
             x = tiles.hide(x, *place, others, s)
         else:
-            x = x * s.factor - ring.along(lse - tiles.bias_of(w, t), shape, 0)
-        d_s = jnp.exp2(x) * (d_p - ring.along(delta, shape, 0))
+            x = x * s.factor - pipeline.along(lse - tiles.bias_of(w, t), shape, 0)
+        d_s = jnp.exp2(x) * (d_p - pipeline.along(delta, shape, 0))
         return tiles.add_product(total, d_s.astype(q.dtype), kh)
 
     def step(t: jax.Array, carry: tuple[jax.Array, jax.Array], is_edge: bool) -> Any:
@@ -79,9 +79,9 @@ def _gradient(
             total = half(total, t, slot, begin, is_edge)
         plgpu.barrier_arrive(k_free.at[slot])
         plgpu.barrier_arrive(v_free.at[slot])
-        return total, ring.next_slot(slot, s.stages)
+        return total, pipeline.next_slot(slot, s.stages)
 
-    carry = (ring.full(0.0, (ROWS, q.shape[-1]), plgpu.Layout.WGMMA), slot)
+    carry = (pipeline.full(0.0, (ROWS, q.shape[-1]), plgpu.Layout.WGMMA), slot)
     plain, edge = (functools.partial(step, is_edge=x) for x in (False, True))
     carry = lax.fori_loop(jnp.int32(0), w.num_whole, plain, carry)
     return lax.fori_loop(w.num_whole, w.total, edge, carry)
@@ -113,7 +113,7 @@ def _kernel(*refs: Ref, s: Settings) -> None:
             w = tiles.walk(blocks, counts, (work.b, work.head, work.i), s)
             first = work.first + me * ROWS
             plgpu.barrier_wait(q_ready.at[me])
-            rows = [ring.load(x.at[me], ROW) for x in (lse, delta)]
+            rows = [pipeline.load(x.at[me], ROW) for x in (lse, delta)]
             total, slot = _gradient(
                 w,
                 slot,
@@ -127,7 +127,7 @@ def _kernel(*refs: Ref, s: Settings) -> None:
             plgpu.barrier_arrive(q_free.at[me])
             total = jnp.where(w.invalid != 0, jnp.nan, total * s.scale)
             # A query that sees nothing gets nothing, even from tiles with NaN.
-            blind = ring.along(rows[0] == jnp.inf, total.shape, 0)
+            blind = pipeline.along(rows[0] == jnp.inf, total.shape, 0)
             total = jnp.where(blind, 0.0, total)
             target = out_ref.at[work.b, pl.ds(first, ROWS), work.head]
             for begin in range(0, head_dim, _WIDTH):
@@ -160,17 +160,19 @@ def _kernel(*refs: Ref, s: Settings) -> None:
             return tiles.produce(w, slot, blocks, sources, columns, length, s, marks.keys)
 
         def start_to_consume() -> None:
-            ring.free_at_first(s.stages, free[1:], q_free.at[me])
+            pipeline.free_at_first(s.stages, free[1:], q_free.at[me])
             over_tiles(q_ref, consume)
 
-        ring.divide(me, WARPGROUPS, (232, 40), start_to_consume, lambda: over_tiles(q_ref, produce))
+        pipeline.divide(
+            me, WARPGROUPS, (232, 40), start_to_consume, lambda: over_tiles(q_ref, produce)
+        )
 
     pl.run_scoped(
         body,
-        *[ring.tile((WARPGROUPS, ROWS, head_dim), q_ref.dtype)] * 2,
+        *[pipeline.tile((WARPGROUPS, ROWS, head_dim), q_ref.dtype)] * 2,
         *[plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32)] * 2,
-        *[ring.tile((s.stages, TILE, head_dim), q_ref.dtype)] * 2,
-        ring.tile((WARPGROUPS, ROWS, _WIDTH), q_ref.dtype),
+        *[pipeline.tile((s.stages, TILE, head_dim), q_ref.dtype)] * 2,
+        pipeline.tile((WARPGROUPS, ROWS, _WIDTH), q_ref.dtype),
         tiles.segment_memory(s, WARPGROUPS, ROWS),
         tiles.column_memory(s),
         *tiles.barriers(5 if s.has_segments else 4, s),
@@ -200,7 +202,7 @@ def query_gradient(
     """
     batch, tokens, heads, _ = q.shape
     total = batch * heads * pl.cdiv(tokens, WARPGROUPS * ROWS)
-    run = ring.launch(
+    run = pipeline.launch(
         functools.partial(_kernel, s=settings),
         "turbojax_pooled_query_gradient_hopper",
         jax.ShapeDtypeStruct(q.shape, q.dtype),

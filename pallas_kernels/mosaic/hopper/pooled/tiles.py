@@ -14,11 +14,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layouts import LEVELS as LEVELS
 from pallas_kernels.layouts import LOG2_E as LOG2_E
 from pallas_kernels.layouts import Ref as Ref
-from pallas_kernels.mosaic import ring
-from pallas_kernels.mosaic.ring import COLUMN as COLUMN
-from pallas_kernels.mosaic.ring import ROW as ROW
-from pallas_kernels.mosaic.ring import ROWS as ROWS
-from pallas_kernels.mosaic.ring import WARPGROUPS as WARPGROUPS
+from pallas_kernels.mosaic import pipeline
+from pallas_kernels.mosaic.pipeline import COLUMN as COLUMN
+from pallas_kernels.mosaic.pipeline import ROW as ROW
+from pallas_kernels.mosaic.pipeline import ROWS as ROWS
+from pallas_kernels.mosaic.pipeline import WARPGROUPS as WARPGROUPS
 
 # Pooled keys that are copied, and multiplied, together.
 TILE = 128
@@ -96,11 +96,13 @@ def hide(
     """
     last, *others = columns
     if s.is_causal:
-        position = ring.iota(ROW) + first
-        seen = ring.along(last, x.shape, 1) <= ring.along(position, x.shape, 0)
+        position = pipeline.iota(ROW) + first
+        seen = pipeline.along(last, x.shape, 1) <= pipeline.along(position, x.shape, 0)
         x = jnp.where(seen, x, -jnp.inf)
     for mine, other in zip(segment, others, strict=True):
-        seen = ring.along(other, x.shape, 1) == ring.along(ring.load(mine, ROW), x.shape, 0)
+        seen = pipeline.along(other, x.shape, 1) == pipeline.along(
+            pipeline.load(mine, ROW), x.shape, 0
+        )
         x = jnp.where(seen, x, -jnp.inf)
     return x
 
@@ -273,7 +275,7 @@ def produce(
                     chunk = p * (LEVELS[-1] // level)
                     _copy_block(source, number, block, chunk, slot, s)
                 plgpu.barrier_arrive(source.ready.at[slot])
-            return ring.next_slot(slot, s.stages)
+            return pipeline.next_slot(slot, s.stages)
 
         slot = lax.fori_loop(jnp.int32(0), w.whole[number], whole, slot)
 
@@ -299,7 +301,7 @@ def produce(
                     of_block = segments.at[source.at[0]]
                     _write_segments(w, first, chosen, of_block, targets[2], s)
             plgpu.barrier_arrive(source.ready.at[slot])
-        return ring.next_slot(slot, s.stages)
+        return pipeline.next_slot(slot, s.stages)
 
     return lax.fori_loop(w.num_whole, w.total, edge, slot)
 
@@ -330,7 +332,7 @@ def _write_columns(
 ) -> None:
     """Describes the columns of a tile of the edges, see `produce`; one column per thread."""
     layout = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
-    column = ring.iota(layout, TILE)
+    column = pipeline.iota(layout, TILE)
 
     def fill(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, column.shape)
@@ -372,7 +374,7 @@ def _write_segments(
     first column.
     """
     layout = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
-    column = ring.iota(layout, TILE)
+    column = pipeline.iota(layout, TILE)
 
     def along_columns(size: int) -> jax.Array:
         return lax.shift_right_logical(column, jnp.full_like(column, size.bit_length() - 1))

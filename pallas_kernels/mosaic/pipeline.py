@@ -1,9 +1,9 @@
 """The frame of kernels whose copies run ahead: persistent programs, memory in slots, barriers.
 
 A program takes every `programs`-th of a call's tiles. One of its warpgroups, the producer, copies
-what a tile needs into slots of shared memory, a ring that goes on from tile to tile; the others
-consume. Each slot has two barriers: `ready` says that its copies have arrived, `free` that all
-consumers are done with it.
+what a tile needs into slots of shared memory, a circular buffer that goes on from tile to tile; the
+others consume. Each slot has two barriers: `ready` says that its copies have arrived, `free` that
+all consumers are done with it.
 """
 
 import functools
@@ -32,7 +32,7 @@ Step = Callable[[jax.Array, jax.Array], jax.Array]
 """``step(number, slot)`` of a tile that begins at `slot`; returns the slot after its last."""
 
 
-class Share:
+class TileScheduler:
     """Which of `total` tiles are this program's.
 
     `total`, at least one, is an array if it depends on what arrays hold. A program takes `together`
