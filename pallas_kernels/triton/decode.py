@@ -265,7 +265,7 @@ def _walk(
     rows = whole(head_dim)
 
     def step(j: jax.Array, state: State) -> State:
-        # What has a window may be a ring.
+        # What has a window may be a rolling buffer.
         place = j if s.window is None else j % key.block_scale.shape[2]
         here = (b, h, place)
         codes = (key.codes[group[0]], (b, slots[0], place), key_bits)

@@ -104,9 +104,9 @@ def decode(
 
     `query` is ``[B, T, N, H]``; the cache has `S` tokens, a multiple of the tile. int32 ``[B]``:
     `lengths`, tokens seen so far, past which what is stored is not used; `query_lengths`, how many
-    of the `T` queries are real. With a window the cache may be a ring: token `p` is in row
-    ``p % S``, and every token that a query sees is there. Returns ``[B, T, N, H]`` in the query's
-    dtype, or the settings', and the float32 log-sum-exp ``[B, T, N]``.
+    of the `T` queries are real. With a window the cache may be a rolling buffer: token `p` is in
+    row ``p % S``, and every token that a query sees is there. Returns ``[B, T, N, H]`` in the
+    query's dtype, or the settings', and the float32 log-sum-exp ``[B, T, N]``.
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads = key.scale.shape[1]
@@ -225,7 +225,7 @@ def _step(
     outputs, m, l = state
     offset = jnp.arange(s.tile, dtype=jnp.int32)
     token = i * s.tile + offset
-    # What has a window may be a ring.
+    # What has a window may be a rolling buffer.
     row = token if s.window is None else i % (key.scale.shape[2] // s.tile) * s.tile + offset
     scores, key_scale = _scores(query, key, at, row, channel, s)
     visible = _visible(query, token, s)

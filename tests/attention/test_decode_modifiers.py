@@ -262,7 +262,7 @@ def test_refusals(options, error, words):
 
 
 @pytest.mark.parametrize("kind", ["exact", "kv4", "k8v4", "4bit"])
-def test_a_ring_takes_no_query_offset(kind):
+def test_a_rolling_buffer_takes_no_query_offset(kind):
     cache = init_layer_cache(
         1,
         512,

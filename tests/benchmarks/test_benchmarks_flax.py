@@ -159,8 +159,8 @@ def test_needed_bytes():
     model = jax.eval_shape(lambda: models.random_decoder(config))
     caches = jax.eval_shape(lambda: models.init_caches(model, 2, 256, "exact"))
     table = 512 * 64 * 2
-    ring, whole = caches.layers
-    held = ring.nbytes * 64 / ring.room + whole.nbytes
+    rolling, whole = caches.layers
+    held = rolling.nbytes * 64 / rolling.room + whole.nbytes
     needed = families._needed_bytes(model, caches)
     assert needed == model.nbytes - table + held
     config = dataclasses.replace(config, tie_embeddings=True)

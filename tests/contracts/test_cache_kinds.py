@@ -423,18 +423,18 @@ def test_the_verbs_serve_it(name):
 
 
 @pytest.mark.parametrize("name", ["exact", "kv4", "paged"])
-def test_of_a_ring_what_it_holds_is_dequantized(name):
+def test_of_a_rolling_buffer_what_it_holds_is_dequantized(name):
     sizes, room = (1, 700, KV_HEADS, CHANNELS), 700
     tokens = jnp.asarray(np.random.default_rng(1).normal(size=(1, room, KV_HEADS, CHANNELS)))
-    whole, ring = (
+    whole, rolling = (
         kv.init_layer_cache(*sizes, kind=name, dtype=jnp.float32, local_window_size=window)
         for window in (None, 20)
     )
-    whole, ring = (tj.append(x, tokens.astype(jnp.float32), -tokens) for x in (whole, ring))
-    assert 20 <= ring.room < room
-    for all_held, held in zip(tj.dequantize(whole), tj.dequantize(ring), strict=True):
-        np.testing.assert_array_equal(held[:, -ring.room :], all_held[:, -ring.room :])
-        assert not np.asarray(held)[:, : -ring.room].any()
+    whole, rolling = (tj.append(x, tokens.astype(jnp.float32), -tokens) for x in (whole, rolling))
+    assert 20 <= rolling.room < room
+    for all_held, held in zip(tj.dequantize(whole), tj.dequantize(rolling), strict=True):
+        np.testing.assert_array_equal(held[:, -rolling.room :], all_held[:, -rolling.room :])
+        assert not np.asarray(held)[:, : -rolling.room].any()
 
 
 @pytest.mark.parametrize("name", ["exact", "int8"])

@@ -90,18 +90,18 @@ def test_bits_are_those_of_pages():
     equal([got[:4], got[4, 1]], [want[:4], want[4, 0]])
 
 
-def test_bits_of_rings_are_those_of_whole_caches():
+def test_bits_of_rolling_buffers_are_those_of_whole_caches():
     whole, window = filled(128, jnp.bfloat16), (699, 0)
-    ring = exact.append(
+    rolling = exact.append(
         exact.init_cache(len(LENGTHS), 4000, 2, 128, local_window_size=window),
         whole.key,
         whole.value,
         lengths=whole.lengths,
     )
-    assert ring.is_ring
+    assert rolling.is_rolling
     query = normal(3, (len(LENGTHS), 4, 8, 128), jnp.bfloat16)
     options = {"local_window_size": window, "implementation": "mosaic_gpu"}
-    equal(decode(query, ring, **options), decode(query, whole, **options))
+    equal(decode(query, rolling, **options), decode(query, whole, **options))
 
 
 def test_nan_reaches_what_attends_to_it_and_nothing_else():

@@ -192,7 +192,7 @@ def test_parts_of_caches():
     assert not expected.key.block_scale[2].any()
 
 
-def ring():
+def rolling():
     """Three blocks of 16 for a window of 31, and a buffer of two."""
     config, *rest = CASES["4/3 and 2"]
     case = (dataclasses.replace(config, buffer_size=32), *rest)
@@ -210,9 +210,9 @@ def ring():
         pytest.param(append_mosaic.store_prompt_with_operands, marks=pytest.mark.fuzz),
     ],
 )
-def test_prompts_in_rings(store):
+def test_prompts_in_rolling_buffers(store):
     """The last blocks of a prompt."""
-    case, empty = ring()
+    case, empty = rolling()
     given = (empty, *tokens(case, 63, seed=1), int32(63, 63, 24))
     stored = store(*given)
     stored = stored[0] if isinstance(stored, tuple) else stored
@@ -221,12 +221,12 @@ def test_prompts_in_rings(store):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
-def test_tokens_in_rings():
+def test_tokens_in_rolling_buffers():
     """A buffer of two blocks gives up the first one, which takes a fourth one's place.
 
     One that is empty fixes its scale.
     """
-    case, empty = ring()
+    case, empty = rolling()
     cache = expected = store_xla(empty, *tokens(case, 78, seed=1), int32(78, 78, 0))
     for seed in range(2, 5):
         given = tokens(case, 1, seed=seed)
@@ -240,7 +240,7 @@ def test_tokens_in_rings():
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("append", [append_mosaic.append, append_triton.append])
 def test_a_buffer_that_gives_up_all_of_its_blocks(append):
-    """Two at once, of which the second begins a ring anew; nothing stays behind."""
+    """Two at once, of which the second begins a rolling buffer anew; nothing stays behind."""
     config = tj.TurboConfig(block_q=16, block_kv=16, buffer_size=32, flush="all")
     case = (config, 16, jnp.float32)
     empty = new(case, local_window_size=(60, 0))

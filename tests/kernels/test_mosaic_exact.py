@@ -143,7 +143,7 @@ def test_its_gradient_is_that_of_plain_jax(monkeypatch):
     ("head_dim", "block", "room", "limit", "length", "begin"),
     [
         (128, 32, 50, 50, 45, 32),  # past the sequence's end there is nothing
-        (64, 64, 48, 96, 90, 64),  # a ring, which begins anew in the middle of the block
+        (64, 64, 48, 96, 90, 64),  # a rolling buffer, which begins anew in the middle of the block
         (256, 16, 32, 4000, 3981, 3968),
     ],
 )

@@ -211,7 +211,7 @@ def test_options(lanes, kind, options):
     matches(lanes, kind, normal(4, (1, 3, 2, 64)), filled(kind, 1, 64, (71,)), **options)
 
 
-def test_a_ring_is_read_as_a_cache_that_holds_all(lanes):
+def test_a_rolling_buffer_is_read_as_a_cache_that_holds_all(lanes):
     """Of 300 tokens 128 are there; where they are does not change a bit."""
     x, made = [normal(i, (1, 300, 1, 64)) for i in (8, 9)], []
     for window in (None, (40, 0)):
@@ -355,11 +355,11 @@ def test_what_has_no_room_is_left_out_and_told(append, tokens):
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("tokens", [150, 13])
-def test_rings(append, tokens):
+def test_rolling_buffers(append, tokens):
     """Of 128 rows more are written than there are, or they are taken in turn."""
     new = functools.partial(kv4.init_cache, 1, 400, 2, 16, dtype=jnp.float32)
     cache = want = new(local_window_size=(100, 0))
-    assert cache.is_ring
+    assert cache.is_rolling
     for i, count in enumerate((120, tokens)):
         x = of_size(2 * i, (1, count, 2, 16)), of_size(2 * i + 1, (1, count, 2, 16))
         cache, want = append(cache, *x), xla(want, *x)

@@ -67,10 +67,10 @@ def lines_of(work: Callable[[], object], where: str = OURS) -> int:
 def within(seconds: float) -> Iterator[None]:
     """Raises `TooLong` inside, as soon as this much time has passed."""
 
-    def ring(number: int, frame: FrameType | None) -> None:
+    def alarm(number: int, frame: FrameType | None) -> None:
         raise TooLong(f"not done after {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, alarm)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -89,11 +89,11 @@ def ctrl_c(seconds: float, work: Callable[[], object]) -> KeyboardInterrupt | No
     """
     armed = True
 
-    def ring(number: int, frame: FrameType | None) -> None:
+    def alarm(number: int, frame: FrameType | None) -> None:
         if armed:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, alarm)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         work()

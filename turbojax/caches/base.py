@@ -12,7 +12,7 @@ from turbojax import _checks
 from turbojax._registry import IMPLEMENTATION_NAMES
 from turbojax.attention.options import PLAIN, AttentionOptions, Options
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
-from turbojax.caches import ring
+from turbojax.caches import rolling_buffer
 from turbojax.numerics.config import TurboConfig
 
 Cache = Any
@@ -66,7 +66,8 @@ class LayerCache(Protocol):
     """What the caches of every kind have: a frozen dataclass, registered as a pytree.
 
     Attributes:
-      lengths: int32 ``[B]``, tokens so far; all are held, but by a ring (`turbojax.caches.ring`).
+      lengths: int32 ``[B]``, tokens so far; all are held, but by a rolling buffer
+        (`turbojax.caches.rolling_buffer`).
       overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out.
       max_length: tokens each sequence may grow to.
       num_kv_heads: key/value heads, `K`.
@@ -175,8 +176,8 @@ class Kind(Stored[C]):
       takes: what stands for this kind where Python code asks for a cache (`CacheKind`): a name, or
         the class of a configuration.
       implementations: the names that ``implementation=`` may have for its ops.
-      has_rings: whether `init` takes a `local_window_size`, and the cache then holds no more than
-        what such a window needs, see `turbojax.caches.ring`.
+      has_rolling_buffers: whether `init` takes a `local_window_size`, and the cache then holds no
+        more than what such a window needs, see `turbojax.caches.rolling_buffer`.
       has_latents: whether it is for latent attention and `init` takes a `rope_dim`, see
         `turbojax.caches.latent.kind`.
       splits_tokens: whether devices can have different tokens of a sequence, see
@@ -189,7 +190,7 @@ class Kind(Stored[C]):
     names: tuple[str, ...]
     takes: tuple[str | type, ...]
     implementations: tuple[str, ...] = IMPLEMENTATION_NAMES
-    has_rings: bool = False
+    has_rolling_buffers: bool = False
     has_latents: bool = False
     splits_tokens: bool = True
     in_one_pass: Attend | None = None
@@ -227,7 +228,8 @@ class Kind(Stored[C]):
     ) -> C:
         """An empty cache.
 
-        Where the kind `has_rings`, it also takes a `local_window_size`, see `init_layer_cache`.
+        Where the kind `has_rolling_buffers`, it also takes a `local_window_size`, see
+        `init_layer_cache`.
 
         Args:
           batch_size: sequences, `B`.
@@ -354,10 +356,10 @@ class Kind(Stored[C]):
         Raises:
           ValueError: if the cache does not keep all that a layer with these options sees.
         """
-        if not self.has_rings:
+        if not self.has_rolling_buffers:
             return None
         held: Any = cache
-        return ring.most_new_tokens(held, options.local_window_size)
+        return rolling_buffer.most_new_tokens(held, options.local_window_size)
 
     def take(self, cache: C, first: jax.Array | int, count: int) -> C:
         """Sequences ``first`` to ``first + count - 1``, as a cache of their own."""
@@ -382,9 +384,9 @@ class Kind(Stored[C]):
     def describe(self, cache: C) -> dict[str, Any]:
         """See `Stored.describe`; leading axes of `lengths` are those of stacked layers."""
         sizes: Any = cache
-        window = sizes.window if self.has_rings else None
+        window = sizes.window if self.has_rolling_buffers else None
         return {
-            # Files from before there were rings say nothing.
+            # Files from before there were rolling buffers say nothing.
             **({} if window is None else {"local_window_size": window}),
             "stacked": list(sizes.lengths.shape[:-1]),
             "batch_size": sizes.lengths.shape[-1],
@@ -432,7 +434,7 @@ ROWS = "rows"
 
 
 def rows_in_use(lengths: Counts, rows: int) -> Counts:
-    """`Stored.counts` of a cache with a row for each token, which may be a ring of fewer rows."""
+    """`Stored.counts` of a cache with a row for each token, or of a rolling buffer."""
     return {**lengths, ROWS: np.minimum(lengths["lengths"], rows)}
 
 

@@ -146,7 +146,7 @@ def init_layer_cache(
         a `turbojax.caches.comparison.kivi.Kivi`.
       dtype: of queries, keys and values.
       local_window_size: window of the layer's `AttentionOptions`, if it has one: what it does not
-        reach is not kept, see `turbojax.caches.ring`. Queries must not see more.
+        reach is not kept, see `turbojax.caches.rolling_buffer`. Queries must not see more.
       rope_dim: for latents (``"latent"``, ``"latent_fp8_e4m3"``, ``"latent_turbo4"``), and for
         nothing else, how many of the `head_dim` channels are the rotary key's, the last ones;
         `num_kv_heads` is 1.
@@ -165,7 +165,7 @@ def init_layer_cache(
         raise ValueError(f"{rope_dim=} must be {wanted} for a cache of kind {kind!r}")
     given = {"rope_dim": rope_dim} if known.has_latents else {}
     if local_window_size is not None:
-        if not known.has_rings:
+        if not known.has_rolling_buffers:
             raise NotImplementedError(
                 f"{local_window_size=} must be None: a cache of kind {kind!r} keeps all tokens"
             )
@@ -182,7 +182,7 @@ def init_layer_cache(
 
 def window_to_keep(kind: CacheKind, local_window_size: int | None) -> int | None:
     """A layer's window, for `init_layer_cache`; None where caches of this kind keep all tokens."""
-    return local_window_size if kind_for(kind).has_rings else None
+    return local_window_size if kind_for(kind).has_rolling_buffers else None
 
 
 def take_sequences(cache: LayerCache, first: jax.Array | int, count: int) -> LayerCache:

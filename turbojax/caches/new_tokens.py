@@ -17,7 +17,7 @@ from turbojax._registry import Registry
 from turbojax.attention import sinks
 from turbojax.attention.options import Options
 from turbojax.attention.score_modifiers import ScoreModifiers
-from turbojax.caches import ring
+from turbojax.caches import rolling_buffer
 from turbojax.sharding import together
 from turbojax.sharding.notation import Table
 from turbojax.sharding.per_device import per_device
@@ -41,10 +41,10 @@ def decode(
 
     `shortens` says that a token is stored alike wherever the cache ends, so that `as_newest`
     applies. The registry's name is the one in the message that refuses gradients. Raises ValueError
-    as `ring.check_visible`, NotImplementedError as `check_whole` or if what is asked for cannot run
-    this.
+    as `rolling_buffer.check_visible`, NotImplementedError as `check_whole` or if what is asked for
+    cannot run this.
     """
-    ring.check_visible(cache, options.window, query.shape[1])
+    rolling_buffer.check_visible(cache, options.window, query.shape[1])
     check_whole(cache, modifiers)
     run = per_device(
         table,
@@ -136,7 +136,7 @@ def joined_tokens(chunks: jax.Array, tokens: int) -> jax.Array:
 
 def check_whole(cache: Any, modifiers: ScoreModifiers) -> None:
     """Raises NotImplementedError for queries elsewhere than at the end of a window's cache."""
-    if modifiers.query_offset is not None and cache.is_ring:
+    if modifiers.query_offset is not None and cache.is_rolling:
         raise NotImplementedError(
             f"query_offset must be None: the cache keeps the newest {cache.room} tokens alone, for "
             f"a window of {cache.window}"

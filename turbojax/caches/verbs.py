@@ -262,8 +262,8 @@ def dequantize(
         the numbers stored.
 
     Returns:
-      key, value: ``[B, max_length, K, H]``, zero past each sequence's length, and where a ring
-      holds newer tokens instead.
+      key, value: ``[B, max_length, K, H]``, zero past each sequence's length, and where a rolling
+      buffer holds newer tokens instead.
 
     Raises:
       TypeError: if `cache` is no such cache, or `dtype` none of these.

@@ -74,7 +74,7 @@ def _program(
 ) -> Any:
     given = dict(static)
     whole = jax.eval_shape(lambda: make(*sizes[:3], **given))
-    if axes.size("sequence") > 1 and getattr(whole, "is_ring", False):
+    if axes.size("sequence") > 1 and getattr(whole, "is_rolling", False):
         raise ValueError(
             f"{axes.sequence=} must be () for a cache that keeps a window of {whole.window} tokens "
             f"alone and not max_length={whole.max_length}"

@@ -25,7 +25,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax.attention.options import check_implementation
-from turbojax.caches import checks, ring
+from turbojax.caches import checks, rolling_buffer
 from turbojax.caches.comparison.codes import dequantize as numbers
 from turbojax.caches.comparison.codes import quantize, rounded, stored_dtype
 from turbojax.caches.comparison.kivi_cache import Kivi as Kivi
@@ -116,7 +116,7 @@ def _append_here(
     if cache.config.rank and of_prompt:
         blocks = due[0] // cache.residual_length
         compressed["prompt_blocks"] = jnp.where(before == 0, blocks, cache.prompt_blocks)
-    rows = ring.rows_of_new(before, accepted, tokens, cache.residual_length)
+    rows = rolling_buffer.rows_of_new(before, accepted, tokens, cache.residual_length)
     return dataclasses.replace(
         cache,
         **compressed,

@@ -15,7 +15,7 @@ import numpy as np
 from turbojax import _checks
 from turbojax._pytrees import pytree
 from turbojax.attention.options import check_implementation
-from turbojax.caches import checks, ring
+from turbojax.caches import checks, rolling_buffer
 from turbojax.caches.comparison.base import BaselineCache
 from turbojax.caches.comparison.codes import dequantize as numbers
 from turbojax.caches.comparison.codes import quantize, rounded, stored_dtype
@@ -233,7 +233,7 @@ def append(
 def _append(cache: C, key: jax.Array, value: jax.Array, lengths: jax.Array) -> C:
     tokens = key.shape[1]
     accepted = jnp.clip(lengths, 0, jnp.minimum(cache.max_length - cache.lengths, tokens))
-    rows = ring.rows_of_new(cache.lengths, accepted, tokens, cache.max_length)
+    rows = rolling_buffer.rows_of_new(cache.lengths, accepted, tokens, cache.max_length)
     put = jax.vmap(lambda old, i, x: old.at[i].set(x, mode="drop", unique_indices=True))
     changes: dict[str, Any] = {}
     for side, x in (("key", key), ("value", value)):

@@ -14,7 +14,7 @@ from turbojax.attention import sinks as sinks_of_call
 from turbojax.attention import turbo as turbo_attention
 from turbojax.attention.options import Options, require_causal
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
-from turbojax.caches import checks, new_tokens, ring
+from turbojax.caches import checks, new_tokens, rolling_buffer
 from turbojax.caches.base import Attended
 from turbojax.caches.exact import mosaic_gpu, reference
 from turbojax.caches.exact.cache import ExactCache, append
@@ -234,7 +234,7 @@ def _decode(
     query: jax.Array, cache: ExactCache, *, options: Options, implementation: str | None
 ) -> jax.Array:
     """`decode` of checked arguments, where only an output in the query's dtype is wanted."""
-    ring.check_visible(cache, options.window, query.shape[1])
+    rolling_buffer.check_visible(cache, options.window, query.shape[1])
     chosen = _choose_decode(implementation, query, cache, options)
     if chosen == "cudnn":
         return cudnn.dot_product_attention(
@@ -259,7 +259,7 @@ def _decode_part(
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` of checked arguments with every option, and the log-sum-exp."""
-    ring.check_visible(cache, options.window, query.shape[1])
+    rolling_buffer.check_visible(cache, options.window, query.shape[1])
     new_tokens.check_whole(cache, modifiers)
     if modifiers.query_offset is not None:
         real = jnp.full(query.shape[0], query.shape[1], jnp.int32)
@@ -318,8 +318,8 @@ def _mask(
     tokens = query.shape[1]
     first = cache.lengths[:, None] - tokens if begin is None else begin[:, None]
     position = first + jnp.arange(tokens)[None]
-    if cache.is_ring:
-        held = ring.positions_of_rows(cache.lengths, cache.room)
+    if cache.is_rolling:
+        held = rolling_buffer.positions_of_rows(cache.lengths, cache.room)
         return options.mask(position, held, cache.lengths) & (held >= 0)[:, None]
     return options.mask(position, jnp.arange(cache.room)[None], cache.lengths)
 

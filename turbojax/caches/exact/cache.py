@@ -10,7 +10,7 @@ import numpy as np
 from turbojax import _checks
 from turbojax._pytrees import pytree
 from turbojax.attention.options import check_implementation
-from turbojax.caches import checks, ring
+from turbojax.caches import checks, rolling_buffer
 from turbojax.caches.arrays import CacheArrays
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
@@ -18,7 +18,7 @@ from turbojax.sharding.creation import Sizes, born
 from turbojax.sharding.per_device import per_device_explicit
 
 _UNIT = 16
-"""Rows of a ring are a multiple of this."""
+"""Rows of a rolling buffer are a multiple of this."""
 
 
 @pytree
@@ -29,10 +29,10 @@ class ExactCache(CacheArrays):
     Token `p` is in row ``p % room`` of ``[B, room, K, H]``; rows without a token are zero.
 
     Attributes:
-      lengths: int32 ``[B]``, tokens seen; all are held, unless this is a ring.
+      lengths: int32 ``[B]``, tokens seen; all are held, unless this is a rolling buffer.
       overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out.
-      window: tokens that a query may see, its own included, see `turbojax.caches.ring`; None for
-        all.
+      window: tokens that a query may see, its own included, see `turbojax.caches.rolling_buffer`;
+        None for all.
       limit: tokens a sequence may grow to, or None for `room`.
     """
 
@@ -62,7 +62,7 @@ class ExactCache(CacheArrays):
         return self.key.shape[-3]
 
     @property
-    def is_ring(self) -> bool:
+    def is_rolling(self) -> bool:
         """Whether new tokens overwrite those that no window reaches any more."""
         return self.room < self.max_length
 
@@ -100,8 +100,8 @@ def init_cache(
     shape = (batch_size, max_length, num_kv_heads, head_dim)
     if min(shape) < 1:
         raise ValueError(f"cache shape {shape} must be positive in every axis")
-    window = ring.window_of(local_window_size)
-    rows = min(max_length, _UNIT * ring.units(window, max_length, _UNIT))
+    window = rolling_buffer.window_of(local_window_size)
+    rows = min(max_length, _UNIT * rolling_buffer.units(window, max_length, _UNIT))
     shape = (batch_size, rows, num_kv_heads, head_dim)
     if jnp.dtype(dtype) not in _checks.FLOAT_DTYPES:
         raise TypeError(f"dtype={jnp.dtype(dtype)} must be bfloat16, float16 or float32")
@@ -149,7 +149,7 @@ def _append(cache: ExactCache, key: jax.Array, value: jax.Array, lengths: jax.Ar
     total = cache.lengths + jnp.clip(lengths, 0, tokens)
     accepted = jnp.clip(lengths, 0, jnp.minimum(cache.max_length - cache.lengths, tokens))
     # Rows past the end are those that the scatter drops; no row is named twice.
-    index = ring.rows_of_new(cache.lengths, accepted, tokens, cache.room)
+    index = rolling_buffer.rows_of_new(cache.lengths, accepted, tokens, cache.room)
     put = jax.vmap(lambda old, i, new: old.at[i].set(new, mode="drop", unique_indices=True))
     return dataclasses.replace(
         cache,
@@ -165,7 +165,7 @@ def dequantize(
 ) -> tuple[jax.Array, jax.Array]:
     """See `turbojax.dequantize`: what is held, in the order of tokens."""
     checks.check_kind(cache, ExactCache)
-    held, row = ring.held(cache)
+    held, row = rolling_buffer.held(cache)
 
     def side(x: jax.Array) -> jax.Array:
         tokens = jnp.take(x, row, axis=1)

@@ -22,7 +22,7 @@ class Exact(Kind[exact.ExactCache]):
     in_one_pass = staticmethod(causal_attention)
     stored_as = "exact"
     grows: ClassVar[Mapping[str, Grows]] = {"key": Grows(-3, ROWS), "value": Grows(-3, ROWS)}
-    has_rings = True
+    has_rolling_buffers = True
 
     def init(
         self,

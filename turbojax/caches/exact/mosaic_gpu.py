@@ -19,8 +19,8 @@ def unsupported(query: jax.Array | jax.ShapeDtypeStruct, cache: ExactCache) -> s
         return f"cache.dtype={cache.dtype} must be one of {_DTYPES}"
     if query.dtype != cache.dtype:
         return f"query.dtype={query.dtype} must equal cache.dtype={cache.dtype}"
-    if cache.is_ring and cache.room % _RUN_OF_ROWS:
-        return f"cache.room={cache.room} of a ring must be a multiple of {_RUN_OF_ROWS}"
+    if cache.is_rolling and cache.room % _RUN_OF_ROWS:
+        return f"cache.room={cache.room} of a rolling buffer must be a multiple of {_RUN_OF_ROWS}"
     return paged.refusal(query, cache.num_kv_heads)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from turbojax import _checks
 from turbojax.attention.options import Options, require_causal
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
-from turbojax.caches import new_tokens, ring
+from turbojax.caches import new_tokens, rolling_buffer
 from turbojax.caches.base import (
     ROWS,
     Attended,
@@ -30,7 +30,13 @@ from turbojax.caches.base import (
     sizes_of,
 )
 from turbojax.caches.paged import api
-from turbojax.caches.paged.layer import PAGE_SIZE, check_room, empty_layer, ring_pages, ring_tables
+from turbojax.caches.paged.layer import (
+    PAGE_SIZE,
+    check_room,
+    empty_layer,
+    rolling_pages,
+    rolling_tables,
+)
 from turbojax.caches.paged.layer import PAGED_KINDS as PAGED_KINDS
 from turbojax.caches.paged.layer import PagedKind as PagedKind
 from turbojax.caches.paged.layer import PagedLayer as PagedLayer
@@ -59,7 +65,7 @@ def attend(
     `query_lengths` are padding and give zero.
     """
     batch, tokens, heads, _ = query.shape
-    ring.check_visible(layer, options.window, tokens)
+    rolling_buffer.check_visible(layer, options.window, tokens)
     new_tokens.check_whole(layer, modifiers)
 
     def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> Any:
@@ -90,7 +96,7 @@ def append_and_attend(
     attend_to = functools.partial(
         attend, options=options, modifiers=modifiers, implementation=implementation
     )
-    most = ring.most_new_tokens(layer, ring.window_of(options.window))
+    most = rolling_buffer.most_new_tokens(layer, rolling_buffer.window_of(options.window))
     if most is None or tokens <= most:
         layer = append(layer, key, value, lengths=lengths)
         return attend_to(query, layer, query_lengths=lengths), layer
@@ -114,7 +120,7 @@ def dequantize(
     cache: PagedLayer, *, dtype: jax.typing.DTypeLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """See `turbojax.dequantize`; of codes what attention works with, see `gather`."""
-    held, _ = ring.held(cache)
+    held, _ = rolling_buffer.held(cache)
     sides = gather(cache.pages, cache.block_tables, cache.lengths, dtype=dtype)
     key, value = (jnp.where(held[:, :, None, None], x[:, : cache.max_length], 0) for x in sides)
     return key, value
@@ -164,7 +170,7 @@ class Pages(Kind[PagedLayer]):
         "key_norm": Grows(-1, ROWS),
         "value_norm": Grows(-1, ROWS),
     }
-    has_rings = True
+    has_rolling_buffers = True
 
     def init(
         self,
@@ -261,14 +267,14 @@ class Pages(Kind[PagedLayer]):
         """See `Stored.make`."""
         batch, max_length, *_ = sizes_of(description)
         window = description.get("local_window_size")
-        count = ring_pages(max_length, window, description["page_size"])
+        count = rolling_pages(max_length, window, description["page_size"])
         pages = _make_pool(batch * count, description)
         return self.to_rows(empty_layer(pages, batch, max_length, window))
 
     def counts(self, lengths: Counts, cache: PagedLayer) -> Counts:
         """See `Stored.counts`."""
         if cache.block_tables.shape[1]:
-            return rows_in_use(lengths, cache.ring_pages * cache.pages.page_size)
+            return rows_in_use(lengths, cache.rolling_pages * cache.pages.page_size)
         return rows_in_use(lengths, cache.pages.key.shape[2])  # as `to_rows` gives it
 
     def to_rows(self, cache: PagedLayer) -> PagedLayer:
@@ -284,7 +290,7 @@ class Pages(Kind[PagedLayer]):
             )
         if cache.lengths.ndim > 1:
             raise ValueError("stacked layers of pages cannot be stored together, only one by one")
-        pages, batch, entries = cache.pages, cache.batch_size, cache.ring_pages
+        pages, batch, entries = cache.pages, cache.batch_size, cache.rolling_pages
         # Entries past a sequence's pages may be anything; what is read there is not used.
         tables = jnp.clip(cache.block_tables[:, :entries], 0, pages.num_pages - 1)
 
@@ -298,7 +304,7 @@ class Pages(Kind[PagedLayer]):
         """See `Stored.from_rows`: the pages of each sequence come in order."""
         batch, entries = cache.batch_size, cache.pages.key.shape[2] // description["page_size"]
         size = description["page_size"]
-        tables = ring_tables(batch, entries, cache.max_length, size)
+        tables = rolling_tables(batch, entries, cache.max_length, size)
 
         def split(x: jax.Array) -> jax.Array:
             x = x.reshape(batch, x.shape[1], entries, -1, *x.shape[3:])

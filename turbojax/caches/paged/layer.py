@@ -47,16 +47,16 @@ class PagedLayer(CacheArrays):
     Where requests come and go, an engine shares one pool between them instead.
 
     For a layer with a sliding window it has only as many pages as the window and some new tokens
-    need: a ring, whose pages the table names again and again. New tokens then overwrite those that
-    no query sees any more.
+    need: a rolling buffer, whose pages the table names again and again. New tokens then overwrite
+    those that no query sees any more.
 
     Made by `init_layer`; `append` takes it and never changes it in place (donate it to `jit` to
     reuse its memory).
 
     Attributes:
-      pages: the pool, ``B * max_pages`` pages, or fewer if it is a ring.
+      pages: the pool, ``B * max_pages`` pages, or fewer if it is a rolling buffer.
       block_tables: int32 ``[B, max_pages]``, the pages of each sequence. No page has two owners; in
-        a ring of `n` pages entry `i` is that of entry ``i % n``.
+        a rolling buffer of `n` pages entry `i` is that of entry ``i % n``.
       lengths: int32 ``[B]``, tokens held, at most `max_length`.
       overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out.
       max_length: tokens each sequence may grow to.
@@ -80,22 +80,22 @@ class PagedLayer(CacheArrays):
     """
 
     @property
-    def ring_pages(self) -> int:
+    def rolling_pages(self) -> int:
         """Pages of a sequence."""
-        return ring_pages(self.max_length, self.window, self.pages.page_size)
+        return rolling_pages(self.max_length, self.window, self.pages.page_size)
 
     @property
-    def is_ring(self) -> bool:
+    def is_rolling(self) -> bool:
         """Whether there is room for less than `max_length` tokens."""
-        return self.ring_pages * self.pages.page_size < self.max_length
+        return self.rolling_pages * self.pages.page_size < self.max_length
 
     @property
     def room(self) -> int:
         """Tokens of a sequence that are kept at any time, the newest ones."""
-        if not self.is_ring:
+        if not self.is_rolling:
             return self.max_length
         # The newest page, which has replaced the oldest, may hold a single token.
-        return (self.ring_pages - 1) * self.pages.page_size + 1
+        return (self.rolling_pages - 1) * self.pages.page_size + 1
 
     @property
     def batch_size(self) -> int:
@@ -147,7 +147,7 @@ def init_layer(
         window = {"local_window_size": local_window_size}
         return born(init_layer, axes, sizes, page_size=page_size, **given, **window)
     pages = init_paged_cache(
-        batch_size * ring_pages(max_length, local_window_size, page_size),
+        batch_size * rolling_pages(max_length, local_window_size, page_size),
         page_size,
         num_kv_heads,
         head_dim,
@@ -174,7 +174,7 @@ def check_room(
     return total
 
 
-def ring_pages(max_length: int, window: int | None, page_size: int) -> int:
+def rolling_pages(max_length: int, window: int | None, page_size: int) -> int:
     """Pages of a sequence: for `max_length` tokens, or what a window and new tokens need."""
     whole = -(-max_length // page_size)
     if window is None:
@@ -182,7 +182,7 @@ def ring_pages(max_length: int, window: int | None, page_size: int) -> int:
     return min(whole, -(-(window + NEW_TOKENS - 2) // page_size) + 1)
 
 
-def ring_tables(batch_size: int, pages: int, max_length: int, page_size: int) -> jax.Array:
+def rolling_tables(batch_size: int, pages: int, max_length: int, page_size: int) -> jax.Array:
     """Block tables of sequences with so many pages each, dealt out in order."""
     entry = jnp.arange(-(-max_length // page_size), dtype=jnp.int32)[None]
     return pages * jnp.arange(batch_size, dtype=jnp.int32)[:, None] + entry % pages
@@ -195,7 +195,7 @@ def empty_layer(
     count = pages.num_pages // batch_size
     return PagedLayer(
         pages=pages,
-        block_tables=ring_tables(batch_size, count, max_length, pages.page_size),
+        block_tables=rolling_tables(batch_size, count, max_length, pages.page_size),
         lengths=jnp.zeros(batch_size, jnp.int32),
         overflowed=jnp.zeros(batch_size, jnp.bool_),
         max_length=max_length,
@@ -215,8 +215,8 @@ def append(
     total = check_room(cache, key, value, lengths)
     kept = jnp.minimum(total, cache.max_length)
     first, counts = cache.lengths, kept - cache.lengths
-    size = cache.ring_pages * cache.pages.page_size
-    if cache.is_ring and key.shape[1] > size:
+    size = cache.rolling_pages * cache.pages.page_size
+    if cache.is_rolling and key.shape[1] > size:
         # If there are more tokens than room, only the newest are stored.
         skipped = jnp.maximum(counts - size, 0)
         token = skipped[:, None] + jnp.arange(size, dtype=jnp.int32)[None]

@@ -110,8 +110,9 @@ def stored_prompt(
     kept = append_reference.kept_tokens(cache, key.shape[1], lengths)
     inside = jnp.clip(lengths, 0, key.shape[1])
     operands = _OPERANDS[config.mode] if with_operands else (None, None)
-    # The buffer's scale also follows from the maxima of blocks that a ring no longer holds.
-    every_block = with_operands or cache.is_ring
+    # The buffer's scale also follows from the maxima of blocks that a rolling buffer no longer
+    # holds.
+    every_block = with_operands or cache.is_rolling
     prompts = [
         Prompt(append_reference.rank_prompt(side, x, kept, config), x, operand, every_block, begin)
         for side, x, operand in zip((cache.key, cache.value), (key, value), operands, strict=True)

@@ -6,19 +6,19 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._gradient import refuse_gradients
-from turbojax.caches import checks, ring
+from turbojax.caches import checks, rolling_buffer
 from turbojax.caches.progressive.cache import CacheSide, ProgressiveCache
 from turbojax.numerics.packing import pack, unpack
 from turbojax.numerics.progressive import dequantize_channels, quantize_channels
 
 
 def read_blocks(
-    side: CacheSide, start: jax.Array | int, count: int, *, is_ring: bool
+    side: CacheSide, start: jax.Array | int, count: int, *, is_rolling: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Dequantizes `count` blocks from `start` on to stage-1 integers.
 
-    In a ring block number `i` is in place ``i % n``, where a newer one may be instead; otherwise
-    ``start + count`` must not exceed the blocks allocated.
+    In a rolling buffer block number `i` is in place ``i % n``, where a newer one may be instead;
+    otherwise ``start + count`` must not exceed the blocks allocated.
 
     Returns int8 ``[B, K, count, block, H]`` and their `block_scale`, float32 ``[B, K, count]``:
     keys or values are their products.
@@ -26,7 +26,7 @@ def read_blocks(
     allocated = side.block_scale.shape[2]
 
     def window(x: jax.Array) -> jax.Array:
-        if is_ring:
+        if is_rolling:
             return jnp.take(x, (start + jnp.arange(count)) % allocated, axis=2)
         return jax.lax.dynamic_slice_in_dim(x, start, count, axis=2)
 
@@ -51,15 +51,15 @@ def write_blocks(
 
     `codes` are int8 ``[B, K, G, block, H]``, `scale` is float32 ``[B, K, G]``. `start` (int32
     ``[B]``) is the number of the first block, and `count` (int32 ``[B]``) says how many of the `G`
-    are stored; a ring with room for fewer stores the last ones.
+    are stored; a rolling buffer with room for fewer stores the last ones.
 
-    For a part of a cache, which is no ring, `first` (int32 ``[]``) is the number of the block in
-    its first place: blocks before it and past its last place are left out.
+    For a part of a cache, which is no rolling buffer, `first` (int32 ``[]``) is the number of the
+    block in its first place: blocks before it and past its last place are left out.
     """
     # Blocks that are not to be stored get an index that the scatter drops.
     rows = side.block_scale.shape[2]
     if first is None:
-        index = ring.rows_of_new(start, count, codes.shape[2], rows)
+        index = rolling_buffer.rows_of_new(start, count, codes.shape[2], rows)
     else:
         index = _rows_of_part(start - first, count, codes.shape[2], rows)
 
@@ -99,7 +99,7 @@ def _dequantize(cache: ProgressiveCache) -> tuple[jax.Array, jax.Array]:
 
 
 def _dequantize_side(cache: ProgressiveCache, side: CacheSide) -> jax.Array:
-    codes, scale = read_blocks(side, 0, cache.blocks_of_length, is_ring=cache.is_ring)
+    codes, scale = read_blocks(side, 0, cache.blocks_of_length, is_rolling=cache.is_rolling)
     blocks = codes.astype(jnp.float32) * scale[..., None, None]
     batch, heads, _, _, channels = blocks.shape
     blocks = blocks.reshape(batch, heads, -1, channels)
@@ -124,7 +124,7 @@ def _dequantize_side(cache: ProgressiveCache, side: CacheSide) -> jax.Array:
 
 
 def _rows_of_part(start: jax.Array, count: jax.Array, blocks: int, rows: int) -> jax.Array:
-    """As `ring.rows_of_new`, without blocks that are before row 0 or past the last row."""
+    """As `rolling_buffer.rows_of_new`, without blocks before row 0 or past the last row."""
     offset = jnp.arange(blocks)[None]
     row = start[:, None] + offset
     return jnp.where((offset < count[:, None]) & (row >= 0) & (row < rows), row, rows + offset)

@@ -16,7 +16,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._pytrees import leaves_by_path, nbytes, pytree
-from turbojax.caches import ring
+from turbojax.caches import rolling_buffer
 from turbojax.caches.arrays import CacheArrays
 from turbojax.numerics.config import TurboConfig
 from turbojax.numerics.int8 import INT8_RANGE, round_scale
@@ -33,7 +33,8 @@ class CacheSide(Split):
     """The keys, or the values, of a `ProgressiveCache`.
 
     Shapes: `B` sequences, `K` KV heads, `n` blocks of `block` tokens, head dim `H`. A sequence's
-    block number `i` is in place ``i % n``: there are no more than `n`, unless the cache is a ring.
+    block number `i` is in place ``i % n``: there are no more than `n`, unless the cache is a
+    rolling buffer.
 
     Attributes:
       codes: one uint8 array per bit width in use, widest first. Heads are in slot order: the
@@ -122,15 +123,15 @@ class ProgressiveCache(CacheArrays):
     Attributes:
       key: the keys.
       value: the values.
-      lengths: int32 ``[B]``, tokens seen; all are held, unless this is a ring.
+      lengths: int32 ``[B]``, tokens seen; all are held, unless this is a rolling buffer.
       buffer_lengths: int32 ``[B]``, those of them in the buffer.
       overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out: past
         `max_length`, or a prefill into a sequence that was not empty.
       config: the `TurboConfig` it was made for; with a window it has no first tokens.
       max_length: tokens each sequence may grow to.
       dtype: dtype of the keys and values it takes.
-      window: tokens that a query may see, its own included, see `turbojax.caches.ring`; None for
-        all.
+      window: tokens that a query may see, its own included, see `turbojax.caches.rolling_buffer`;
+        None for all.
     """
 
     key: CacheSide
@@ -200,7 +201,7 @@ class ProgressiveCache(CacheArrays):
 
     @property
     def num_blocks(self) -> jax.Array:
-        """int32 ``[B]``: blocks compressed so far; a ring holds the newest ones."""
+        """int32 ``[B]``: blocks compressed so far; a rolling buffer holds the newest ones."""
         return (self.lengths - self.buffer_lengths) // self.config.block_kv
 
     @property
@@ -242,7 +243,7 @@ class ProgressiveCache(CacheArrays):
         return f"{why} with {config.num_first_tokens=}; TurboConfig(first_tokens=0) takes any"
 
     @property
-    def is_ring(self) -> bool:
+    def is_rolling(self) -> bool:
         """Whether new blocks take the place of those that no window reaches any more."""
         return self.blocks_of_room < self.blocks_of_length
 
@@ -310,7 +311,7 @@ def init_cache(
         tokens fix them.
       value_scale: the same for the values.
       local_window_size: the largest window that `decode` will be called with, if any: blocks that
-        it does not reach are not kept, see `turbojax.caches.ring`.
+        it does not reach are not kept, see `turbojax.caches.rolling_buffer`.
       axes: of a mesh, over which sequences, heads and blocks are split, see `partition_specs`: each
         device makes its part, and none the whole. Every device has as many whole blocks, and all
         those of an axis of the sequence have the buffers. Heads of fewer bits are ranked within
@@ -336,7 +337,7 @@ def init_cache(
     dtype = jnp.dtype(dtype)
     if dtype not in _checks.FLOAT_DTYPES:
         raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
-    window = ring.window_of(local_window_size)
+    window = rolling_buffer.window_of(local_window_size)
     if window is not None:  # which does not reach the first tokens
         config = dataclasses.replace(config, first_tokens=0)
     static: dict[str, Any] = {"config": config, "dtype": dtype, "window": window}
@@ -364,8 +365,8 @@ def _empty(
     window: int | None,
 ) -> ProgressiveCache:
     block, heads = config.block_kv, (batch_size, num_kv_heads)
-    # A ring must have room for all blocks of a full buffer.
-    needed = max(ring.units(window, max_length, block), config.buffer_size // block)
+    # A rolling buffer must have room for all blocks of a full buffer.
+    needed = max(rolling_buffer.units(window, max_length, block), config.buffer_size // block)
     blocks = max(1, min(needed, max_length // block))
 
     def side(bits: int, num_low: int, tokens_last: bool) -> CacheSide:

@@ -62,7 +62,8 @@ def decode(
         scores = rounding.cap_logits(scores * factor[..., None], options.logits_soft_cap)
         return _merge_splits(state, scores, mask, value, cache)
 
-    # A ring's blocks are read in order, in the same chunks as those of a cache that keeps all.
+    # A rolling buffer's blocks are read in order, in the same chunks as those of a cache that keeps
+    # all.
     total = cache.blocks_of_length
     count = min(total, max(1, _CHUNK_TOKENS // block))
 
@@ -72,7 +73,7 @@ def decode(
         number = first + jnp.arange(count * block)[None] // block
         visible = (number >= i * count) & (number < cache.num_blocks[:, None])
         key, value = (
-            read_blocks(side, first, count, is_ring=cache.is_ring)
+            read_blocks(side, first, count, is_rolling=cache.is_rolling)
             for side in (cache.key, cache.value)
         )
         keys = first_tokens + first * block + jnp.arange(count * block)

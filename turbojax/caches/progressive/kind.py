@@ -38,7 +38,7 @@ class Progressive(Kind[ProgressiveCache]):
     takes = (TurboConfig,)
     stored_as = "progressive"
     counting = ("lengths", _BUFFERED)
-    has_rings = True
+    has_rolling_buffers = True
     grows: ClassVar[Mapping[str, Grows]] = {
         "codes": Grows(-3, _BLOCKS),
         "channel_scale": Grows(-2, _BLOCKS),

@@ -17,7 +17,7 @@ from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._pytrees import pytree
 from turbojax._registry import Implementation, ImplementationName, Registry
-from turbojax.caches import checks, ring
+from turbojax.caches import checks, rolling_buffer
 from turbojax.caches.arrays import CacheArrays
 from turbojax.caches.token_scaled import append_mosaic
 from turbojax.caches.token_scaled.codes import numbers as numbers
@@ -84,7 +84,7 @@ class TokenScaledCache(CacheArrays):
         return self.key_scale.shape[-1]
 
     @property
-    def is_ring(self) -> bool:
+    def is_rolling(self) -> bool:
         """Whether new tokens overwrite those that no window reaches any more."""
         return self.room < self.max_length
 
@@ -126,13 +126,13 @@ class Kv4Cache(TokenScaledCache):
         all are zero, NaN where one is not finite.
       value_codes: as `key_codes`.
       value_scale: as `key_scale`.
-      lengths: int32 ``[B]``, tokens seen; all are held, unless this is a ring.
+      lengths: int32 ``[B]``, tokens seen; all are held, unless this is a rolling buffer.
       overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out: past
         `max_length`, or a prefill into a sequence that was not empty.
       max_length: tokens each sequence may grow to.
       dtype: dtype of the keys and values it takes.
-      window: tokens that a query may see, its own included, see `turbojax.caches.ring`; None for
-        all.
+      window: tokens that a query may see, its own included, see `turbojax.caches.rolling_buffer`;
+        None for all.
     """
 
     KEY_CODES = np.dtype(np.uint8)
@@ -155,12 +155,12 @@ class K8v4Cache(TokenScaledCache):
         finite key is out of the codes' range; 1 where all are zero, NaN where one is not finite.
       value_codes: uint8 ``[B, K, S, H / 2]``, 4-bit codes, see `Kv4Cache`.
       value_scale: bfloat16 ``[B, K, S]``, a seventh of the token's largest absolute value.
-      lengths: int32 ``[B]``, tokens seen; all are held, unless this is a ring.
+      lengths: int32 ``[B]``, tokens seen; all are held, unless this is a rolling buffer.
       overflowed: bool ``[B]``, see `Kv4Cache`.
       max_length: tokens each sequence may grow to.
       dtype: dtype of the keys and values it takes.
-      window: tokens that a query may see, its own included, see `turbojax.caches.ring`; None for
-        all.
+      window: tokens that a query may see, its own included, see `turbojax.caches.rolling_buffer`;
+        None for all.
     """
 
     KEY_CODES = np.dtype(jnp.float8_e4m3fn)
@@ -188,7 +188,7 @@ def init_cache(
       head_dim: channels, `H`, a multiple of 8.
       dtype: of the keys and values to come: bfloat16, float16 or float32.
       local_window_size: the largest window that `decode` will be called with, if any: tokens that
-        it does not reach are not kept, see `turbojax.caches.ring`.
+        it does not reach are not kept, see `turbojax.caches.rolling_buffer`.
       axes: of a mesh, over which sequences, heads and tokens are split, see `partition_specs`: each
         device makes its part, and none the whole. Tokens are split evenly: every device has as
         many times 128.
@@ -252,7 +252,7 @@ def dequantize(
 ) -> tuple[jax.Array, jax.Array]:
     """See `turbojax.dequantize`; in float32 the products of codes and scales are exact."""
     check_cache(cache)
-    held, row = ring.held(cache)
+    held, row = rolling_buffer.held(cache)
 
     def side(codes: jax.Array, scale: jax.Array) -> jax.Array:
         x = numbers(codes).astype(jnp.float32) * scale[..., None].astype(jnp.float32)
@@ -294,7 +294,7 @@ def _init_cache(
     dtype = jnp.dtype(dtype)
     if dtype not in _checks.FLOAT_DTYPES:
         raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
-    window = ring.window_of(local_window_size)
+    window = rolling_buffer.window_of(local_window_size)
     if axes is None:
         return _empty(*sizes, kind, dtype, window)
     split = Sizes(*sizes[:3], ALLOCATION, -(-sizes[1] // ALLOCATION))
@@ -310,7 +310,7 @@ def _empty(
     dtype: np.dtype,
     window: int | None,
 ) -> CacheT:
-    tiles = ring.units(window, -(-max_length // ALLOCATION), ALLOCATION)
+    tiles = rolling_buffer.units(window, -(-max_length // ALLOCATION), ALLOCATION)
     rows = (batch_size, num_kv_heads, tiles * ALLOCATION)
     channels = head_dim // _channels_per_code(kind.KEY_CODES)
     return kind(
@@ -335,7 +335,7 @@ def _append(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array)
     tokens = key.shape[1]
     accepted = jnp.clip(lengths, 0, jnp.minimum(cache.max_length - cache.lengths, tokens))
     # Rows past the end are those that the scatter drops; no row is named twice.
-    index = ring.rows_of_new(cache.lengths, accepted, tokens, cache.room)
+    index = rolling_buffer.rows_of_new(cache.lengths, accepted, tokens, cache.room)
 
     @jax.vmap
     def scatter(index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -364,7 +364,7 @@ def _append_here(cache: CacheT, key: jax.Array, *rest: jax.Array, implementation
 def _store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
     size = min(key.shape[1], cache.max_length)
     kept = jnp.where(cache.lengths == 0, jnp.clip(lengths, 0, size), 0)
-    key, value = (ring.newest(x[:, :size], kept, cache.room) for x in (key, value))
+    key, value = (rolling_buffer.newest(x[:, :size], kept, cache.room) for x in (key, value))
     size = key.shape[1]
     stored = jnp.arange(size)[None] < kept[:, None]
 

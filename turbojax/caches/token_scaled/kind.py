@@ -74,7 +74,7 @@ class TokenScaled(Kind[kv4.CacheT]):
         "value_codes": Grows(-2, ROWS),
         "value_scale": Grows(-1, ROWS),
     }
-    has_rings = True
+    has_rolling_buffers = True
 
     def slots(self, kind: Any, max_length: int) -> tuple[int, int]:
         """See `Kind.slots`."""

@@ -97,7 +97,7 @@ def decode(
         value_scale=None,
         signs=None,
     )
-    # Token `p` is in row ``p % room``: of a ring, a sequence's page repeats.
+    # Token `p` is in row ``p % room``: of a rolling buffer, a sequence's page repeats.
     pages_of = -(-cache.max_length // cache.room)
     # A constant, which costs no kernel.
     tables = jnp.asarray(

@@ -38,12 +38,13 @@ def decode(
     begin = modifiers.begin(cache.lengths, query_length)
     position = begin[:, None] + jnp.arange(length)[None]
     is_query = (jnp.arange(length)[None] < query_length[:, None])[:, :, None]
-    # A ring's tokens are read in order, in the same chunks as those of a cache that keeps all.
+    # A rolling buffer's tokens are read in order, in the same chunks as those of a cache that keeps
+    # all.
     total = max(cache.room, -(-cache.max_length // ALLOCATION) * ALLOCATION)
     count = min(total, _CHUNK_TOKENS)
 
     def read(x: jax.Array, first: jax.Array) -> jax.Array:
-        if cache.is_ring:
+        if cache.is_rolling:
             return jnp.take(x, (first + jnp.arange(count)) % cache.room, axis=2)
         return jax.lax.dynamic_slice_in_dim(x, first, count, axis=2)
 

@@ -178,7 +178,8 @@ def init_caches(
 ) -> ModelCaches:
     """Empty caches for all layers of a model.
 
-    A layer with a window keeps what that needs and not all tokens, see `turbojax.caches.ring`.
+    A layer with a window keeps what that needs and not all tokens, see
+    `turbojax.caches.rolling_buffer`.
 
     Args:
       model: the model. Of a split decoder each device makes caches of its own sequences, KV heads

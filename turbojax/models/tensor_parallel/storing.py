@@ -38,7 +38,7 @@ def split(cache: Any, axes: Axes) -> Any:
 
     Its pages are in the order of sequences, and its length is one of `specs.whole_slots`.
     """
-    if axes.size("sequence") > 1 and getattr(cache, "is_ring", False):
+    if axes.size("sequence") > 1 and getattr(cache, "is_rolling", False):
         raise ValueError(
             f"a cache that keeps a window of {cache.window} tokens alone cannot be split over "
             f"{axes.of_dimension('sequence')}"
@@ -65,7 +65,7 @@ def _first_pages(cache: PagedLayer, axes: Axes) -> np.ndarray:
 
 def _pages_by_device(cache: PagedLayer, axes: Axes) -> PagedLayer:
     """Puts each device's pages together, and counts them in the tables from its first one."""
-    batch, entries = cache.batch_size, cache.ring_pages
+    batch, entries = cache.batch_size, cache.rolling_pages
     devices = axes.size("batch"), axes.size("sequence")
     if batch % devices[0] or entries % devices[1]:
         raise ValueError(

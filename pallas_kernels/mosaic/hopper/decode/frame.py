@@ -115,7 +115,7 @@ class Arrays(warp.Arrays):
     buffer_size: int  # in tokens
 
     def place(self, block: Int, s: Settings) -> Int:
-        """Where a block is stored, in a ring if there is a window; past the last, some block."""
+        """Where a block is stored, with a window modulo the room; past the last, some block."""
         inside = block.maximum(0)
         return inside.minimum(self.blocks - 1) if s.window is None else inside % self.blocks
 

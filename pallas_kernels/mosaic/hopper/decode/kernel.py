@@ -312,9 +312,9 @@ def decode(
     codes. int32 ``[B]`` each: `lengths`, tokens seen so far; `buffer_lengths`, how many of them are
     in the buffer; `query_lengths`, how many of the `T` queries are real.
 
-    With a window the cache may be a ring: block `i` is in place ``i % n``, and every block that a
-    query sees is there. Returns ``[B, T, N, H]`` in the query's dtype or `settings.out_dtype`, and
-    the float32 log-sum-exp ``[B, T, N]``.
+    With a window the cache may be a rolling buffer: block `i` is in place ``i % n``, and every
+    block that a query sees is there. Returns ``[B, T, N, H]`` in the query's dtype or
+    `settings.out_dtype`, and the float32 log-sum-exp ``[B, T, N]``.
     """
     lengths_of_all = lengths, buffer_lengths, query_lengths
     name = "turbojax_decode_hopper"

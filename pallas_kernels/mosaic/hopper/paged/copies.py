@@ -4,7 +4,7 @@ from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.hopper.paged.inputs import Arrays, Place, Program, Settings
 from pallas_kernels.mosaic.lane import Int, Pointer
 
-# Tokens that always follow each other in a contiguous cache, even in a ring.
+# Tokens that always follow each other in a contiguous cache, even in a rolling buffer.
 _RUN_OF_ROWS = 16
 # Bytes that a warp's lanes copy at once without bulk copies.
 _BYTES_OF_WARP = 32 * 16

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.gpu
 
 BATCH, KV_HEADS, HEADS, CHANNELS, MAX_LENGTH = 3, 8, 32, 128, 8192
 SIDES = (999, 0)
-# Prompts several times as long as the ring, a little longer, and short.
+# Prompts several times as long as the rolling buffer, a little longer, and short.
 LENGTHS = jnp.array([5000, 1700, 100], jnp.int32)
-# Rings keep no first tokens, and are compared with caches that keep all in blocks.
+# Rolling buffers keep no first tokens, and are compared with caches that keep all in blocks.
 CONFIGS = {
     "4 bits": tj.TurboConfig(first_tokens=0),
     "mixed": tj.TurboConfig(num_low_bit_key_heads=4, num_low_bit_value_heads=3, buffer_size=64),
@@ -59,7 +59,7 @@ def filled(name, window=SIDES, implementation="xla"):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_kernels_store_the_bits_of_plain_jax(name, kernel):
     cache = filled(name, implementation=kernel)
-    assert cache.is_ring
+    assert cache.is_rolling
     cache.validate()
     assert_same_bits(cache, filled(name))
 
@@ -89,15 +89,15 @@ def test_kernels_attend_as_to_a_cache_that_holds_all_tokens(name, kernel, querie
 
 @on_hopper
 def test_where_blocks_lie_changes_no_bit():
-    """The same launch on a ring, and on a cache that holds all blocks."""
+    """The same launch on a rolling buffer, and on a cache that holds all blocks."""
     options = Options(True, SIDES, scale=0.1)
     launch = decode_mosaic.Launch(splits=4, warpgroups=1, stages=2)
     query, one = normal(9, (BATCH, 1, HEADS, CHANNELS)), jnp.ones(BATCH, jnp.int32)
-    ring, whole = (
+    rolling, whole = (
         decode_mosaic.decode(query, filled("4 bits", w), one, options=options, launch=launch)
         for w in (SIDES, None)
     )
-    assert_equal(ring, whole)
+    assert_equal(rolling, whole)
 
 
 @pytest.mark.parametrize("init", [kv4.init_cache, kv4.init_k8v4_cache], ids=["kv4", "k8v4"])

@@ -1,4 +1,6 @@
-"""Rings: caches of layers with a sliding window hold what the window needs, not the whole text.
+"""Rolling buffers: caches of a sliding window hold what it needs, not the whole text.
+
+As in Mistral 7B (Jiang et al., 2023).
 
 A query sees itself and the ``window - 1`` tokens before it. So a sequence gets room for its window
 and `SPARE` tokens more, rounded up to what a kind of cache stores at once: single tokens, or blocks
@@ -7,7 +9,8 @@ of them. Further tokens then overwrite the oldest: row ``p % rows`` holds token 
 until they are all in use.
 
 Several new tokens are attended to after all of them were stored. The first one's window begins
-that much earlier: a ring with room for ``window + n - 1`` tokens serves `n` of them at a time.
+that much earlier: a rolling buffer with room for ``window + n - 1`` tokens serves `n` of them at a
+time.
 """
 
 from typing import Protocol
@@ -21,11 +24,11 @@ SPARE = 15
 """Tokens that there is room for beyond the window: 16 new ones can be stored, then attended to."""
 
 
-class Ring(Protocol):
-    """What a cache that may be a ring says about itself.
+class RollingBuffer(Protocol):
+    """What a cache that may be a rolling buffer says about itself.
 
     A query may see `window` tokens, its own included, or all if it is None. Of a sequence the
-    newest `room` tokens are kept; in a ring these are less than `max_length`.
+    newest `room` tokens are kept; in a rolling buffer these are less than `max_length`.
     """
 
     @property
@@ -41,7 +44,7 @@ class Ring(Protocol):
     def room(self) -> int: ...  # noqa: D102
 
     @property
-    def is_ring(self) -> bool: ...  # noqa: D102
+    def is_rolling(self) -> bool: ...  # noqa: D102
 
 
 def window_of(local_window_size: int | tuple[int, int] | None) -> int | None:
@@ -73,7 +76,7 @@ def positions_of_rows(lengths: jax.Array, rows: int) -> jax.Array:
     return newest - (newest - jnp.arange(rows)[None]) % rows
 
 
-def held(cache: Ring) -> tuple[jax.Array, jax.Array]:
+def held(cache: RollingBuffer) -> tuple[jax.Array, jax.Array]:
     """Which of all tokens a cache of rows holds, bool ``[B, max_length]``, and in which rows."""
     position = jnp.arange(cache.max_length)
     is_held = position[None] < cache.lengths[:, None]
@@ -94,12 +97,12 @@ def newest(x: jax.Array, kept: jax.Array, rows: int) -> jax.Array:
     return jnp.take_along_axis(x, token[:, :, None, None], axis=1)
 
 
-def most_new_tokens(cache: Ring, window: int | None) -> int | None:
+def most_new_tokens(cache: RollingBuffer, window: int | None) -> int | None:
     """How many new tokens can be stored before they attend; None if there is no limit.
 
     Raises ValueError if the cache does not keep the `window` tokens that each sees.
     """
-    if not cache.is_ring:
+    if not cache.is_rolling:
         return None
     assert cache.window is not None
     if window is None or window > cache.window:
@@ -111,7 +114,7 @@ def most_new_tokens(cache: Ring, window: int | None) -> int | None:
     return cache.room - window + 1
 
 
-def check_visible(cache: Ring, sides: tuple[int, int] | None, queries: int) -> None:
+def check_visible(cache: RollingBuffer, sides: tuple[int, int] | None, queries: int) -> None:
     """Raises ValueError unless the cache keeps all that its newest `queries` tokens see."""
     most = most_new_tokens(cache, window_of(sides))
     if most is not None and queries > most:

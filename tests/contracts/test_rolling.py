@@ -13,7 +13,13 @@ from tests import oracles
 from tests.contracts.implementations import interpreted, kernel_is_slow
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax.attention.options import Options
-from turbojax.caches import AttentionOptions, attend_new_tokens, init_layer_cache, kind_of, ring
+from turbojax.caches import (
+    AttentionOptions,
+    attend_new_tokens,
+    init_layer_cache,
+    kind_of,
+    rolling_buffer,
+)
 from turbojax.caches.exact import cache as exact
 from turbojax.caches.progressive import append_triton, decode_mosaic
 from turbojax.caches.progressive import decode_triton as triton_decode
@@ -26,7 +32,7 @@ KINDS = {
     "kv4": "kv4",
     "k8v4": "k8v4",
     "4bit": tj.TurboConfig(block_q=16, block_kv=16, buffer_size=16),
-    # First tokens, which a ring has none of, are in no block of a cache of all tokens.
+    # First tokens, which a rolling buffer has none of, are in no block of a cache of all tokens.
     "mixed": tj.TurboConfig(
         num_low_bit_key_heads=1, num_low_bit_value_heads=1, block_q=16, block_kv=16, first_tokens=0
     ),
@@ -36,7 +42,7 @@ OPTIONS = AttentionOptions(local_window_size=WINDOW)
 SIDES = (WINDOW - 1, 0)
 ROOM = {"exact": 48, "kv4": 128, "k8v4": 128, "4bit": 48, "mixed": 48}
 MAX_LENGTH, PROMPT, NEW = 300, 160, 70
-# Longer than every ring, nearly as long as one, none.
+# Longer than every rolling buffer, nearly as long as one, none.
 LENGTHS = np.array([160, 45, 0], np.int32)
 
 
@@ -104,16 +110,16 @@ def test_mistrals_layers_hold_their_window_and_not_the_text(kind, room):
     make = functools.partial(init_layer_cache, 1, 32768, 8, 128, kind=kind)
     whole = jax.eval_shape(make)
     held = jax.eval_shape(functools.partial(make, local_window_size=4096))
-    assert (held.room, held.max_length, held.is_ring) == (room, 32768, True)
+    assert (held.room, held.max_length, held.is_rolling) == (room, 32768, True)
     constant = 2 * 128 * 128 * 8 + 512 if isinstance(kind, tj.TurboConfig) else 512
     assert held.nbytes <= whole.nbytes * room / 32768 + constant
-    assert not whole.is_ring
+    assert not whole.is_rolling
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_no_ring_where_that_would_save_nothing(kind):
+def test_it_is_no_rolling_buffer_where_that_would_save_nothing(kind):
     cache, whole = new(kind, max_length=WINDOW + 15), new(kind, WINDOW + 15, window=None)
-    assert not cache.is_ring
+    assert not cache.is_rolling
     assert cache.nbytes == whole.nbytes
     assert new(kind).room == ROOM[kind]
 
@@ -155,7 +161,7 @@ def test_exact_attention_sees_the_last_tokens_of_the_text():
 @pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", ["exact", "kv4", "4bit"])
 def test_many_new_tokens_attend_in_parts(kind):
-    """More than the ring has room for beyond the window, in one call of a layer."""
+    """More than the rolling buffer has room for beyond the window, in one call of a layer."""
     query, key, value = added()
     attend = jax.jit(attend_new_tokens("xla"), static_argnames="options")
     out, cache = attend(query, key, value, prompted(kind), options=OPTIONS)
@@ -189,7 +195,7 @@ def test_several_queries_attend_at_once(kind, implementation):
 
 
 def test_what_no_window_reaches_any_more_is_forgotten():
-    """A NaN is, too: a ring's outputs recover from it."""
+    """A NaN is, too: a rolling buffer's outputs recover from it."""
     key = tokens(PROMPT, 1)
     key[0, 5] = np.nan
     cache = store(new("exact"), key, tokens(PROMPT, 2), LENGTHS)
@@ -317,8 +323,10 @@ def test_a_window_sees_a_token():
 def test_rows_by_counting():
     """Against one row per token, written one after the other."""
     rows, lengths, accepted = 5, np.array([0, 3, 12]), np.array([4, 7, 0])
-    found = np.asarray(ring.rows_of_new(jnp.asarray(lengths), jnp.asarray(accepted), 8, rows))
-    positions = np.asarray(ring.positions_of_rows(jnp.asarray(lengths + accepted), rows))
+    found = np.asarray(
+        rolling_buffer.rows_of_new(jnp.asarray(lengths), jnp.asarray(accepted), 8, rows)
+    )
+    positions = np.asarray(rolling_buffer.positions_of_rows(jnp.asarray(lengths + accepted), rows))
     for b in range(3):
         held = {t % rows: t for t in range(lengths[b] + accepted[b])}
         written = {r: t for t, r in enumerate(found[b]) if r < rows}
@@ -337,7 +345,7 @@ def test_rows_by_counting():
 @pytest.mark.fuzz
 @pytest.mark.parametrize("op", ["mosaic_gpu", "triton", "store_prompt", "append", "kv4"])
 def test_kernels_lower_for_a_gpu(op):
-    """With blocks, or tiles of tokens, found modulo the ring's size."""
+    """With blocks, or tiles of tokens, found modulo the rolling buffer's size."""
     init = kv4.init_cache if op == "kv4" else tj.init_cache
     cache = jax.eval_shape(lambda: init(2, 8192, 2, 128, local_window_size=SIDES))
     query = jax.ShapeDtypeStruct((2, 1, 8, 128), jnp.bfloat16)
@@ -363,7 +371,7 @@ def test_kernels_lower_for_a_gpu(op):
 @pytest.mark.fuzz
 @pytest.mark.parametrize("kind", ["4bit", "mixed"])
 def test_interpreted_kernels_store_the_bits_of_plain_jax(kind):
-    """A prompt longer than the ring, and tokens that fill it several times over."""
+    """A prompt longer than the rolling buffer, and tokens that fill it several times over."""
     key, value = tokens(PROMPT, 1), tokens(PROMPT, 2)
     want = store(new(kind), key, value, LENGTHS)
     with interpreted("triton"):

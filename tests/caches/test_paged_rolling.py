@@ -27,7 +27,7 @@ from turbojax.models.shapes import SHAPES
 BATCH, HEADS, KV_HEADS, CHANNELS, PAGE = 3, 4, 2, 16, 16
 WINDOW, MAX_LENGTH = 20, 400
 OPTIONS = AttentionOptions(local_window_size=WINDOW)
-# Longer than the ring of 176 tokens, shorter, none.
+# Longer than the rolling buffer of 176 tokens, shorter, none.
 LENGTHS = np.array([300, 150, 0], np.int32)
 
 
@@ -81,15 +81,15 @@ def test_mistrals_layers_hold_their_window_and_not_the_text():
     make = functools.partial(init_layer_cache, 2, 32768, 8, 128, kind="turbo4")
     whole = jax.eval_shape(make)
     held = jax.eval_shape(functools.partial(make, local_window_size=4096))
-    assert (held.is_ring, held.max_length, held.room) == (True, 32768, 66 * 64 + 1)
+    assert (held.is_rolling, held.max_length, held.room) == (True, 32768, 66 * 64 + 1)
     assert (held.pages.num_pages, whole.pages.num_pages) == (2 * 67, 2 * 512)
     page = 2 * 8 * 64 * (64 + 2)
     assert whole.nbytes - held.nbytes == 2 * (512 - 67) * page
-    assert not whole.is_ring
+    assert not whole.is_rolling
     shorter = jax.eval_shape(
         lambda: init_layer_cache(2, 4096, 8, 128, kind="turbo4", local_window_size=4096)
     )
-    assert (shorter.is_ring, shorter.pages.num_pages) == (False, 2 * 64)
+    assert (shorter.is_rolling, shorter.pages.num_pages) == (False, 2 * 64)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +131,10 @@ def test_it_attends_on_a_gpu_as_a_layer_that_holds_all_tokens(kind):
 
 
 def check_attention(kind, *form):
-    """Prompts in parts and single tokens after them, far past the ring's end: the same bits."""
+    """Prompts in parts and single tokens after them, far past the buffer's end: the same bits."""
     found, held = prompted(kind, WINDOW, *form)
     want, whole = prompted(kind, None, *form)
-    assert (held.is_ring, held.ring_pages, held.pages.num_pages) == (True, 11, 33)
+    assert (held.is_rolling, held.rolling_pages, held.pages.num_pages) == (True, 11, 33)
     for b, length in enumerate(LENGTHS):
         same(found[b, :length], want[b, :length])
     assert held.lengths.tolist() == LENGTHS.tolist()
@@ -198,7 +198,7 @@ def test_windows_of_any_size_keep_what_new_tokens_see():
     """The first of `NEW_TOKENS` sees its window, wherever the newest page begins."""
     for window in (1, 2, 15, 16, 17, 100):
         for page_size in (16, 64):
-            pages = paged_layer.ring_pages(10**6, window, page_size)
+            pages = paged_layer.rolling_pages(10**6, window, page_size)
             for length in range(1000, 1000 + page_size):
                 oldest = (length - 1) // page_size - pages + 1
                 assert length - paged_layer.NEW_TOKENS - window + 1 >= oldest * page_size
@@ -233,7 +233,7 @@ def test_texts_are_those_of_caches_that_hold_all(family, kind, monkeypatch, tmp_
     """Of whole models, also from a file; and the caches hold what windows need, to the byte."""
     session = started(family, kind)
     windowed = [i % 2 == 0 or family == "mistral" for i in range(len(session.caches.layers))]
-    assert [layer.is_ring for layer in session.caches.layers] == windowed
+    assert [layer.is_rolling for layer in session.caches.layers] == windowed
     page = session.caches.layers[0].pages.page_bytes
     small = 2 * (4 * page + 4 * 7 + 5) + 4  # pages, table, length and overflow; dropped tokens
     large = 2 * (7 * page + 4 * 7 + 5) + 4
@@ -249,7 +249,7 @@ def test_texts_are_those_of_caches_that_hold_all(family, kind, monkeypatch, tmp_
     texts = [np.stack(list(models.stream(x, 60))) for x in (session, loaded, longer)]
     monkeypatch.setattr(caching, "windows_of_layers", lambda _, kinds: (None,) * len(kinds))
     whole = started(family, kind)
-    assert not any(layer.is_ring for layer in whole.caches.layers)
+    assert not any(layer.is_rolling for layer in whole.caches.layers)
     want = np.stack(list(models.stream(whole, 60)))
     for text in texts:
         np.testing.assert_array_equal(text, want)
@@ -258,12 +258,12 @@ def test_texts_are_those_of_caches_that_hold_all(family, kind, monkeypatch, tmp_
 @pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", ["turbo4", "fp8_e4m3"])
 def test_a_layer_comes_back_from_a_file(tmp_path, kind):
-    """Also where its pages do not lie in order, and as a ring that was none before."""
+    """Also where its pages do not lie in order, and as a rolling buffer that was none before."""
     sizes = {"num_kv_heads": 2, "head_dim": 16, "dtype": jnp.float32, "local_window_size": WINDOW}
     layer = functools.partial(init_layer_cache, 2, kind=kind, **sizes)
     key = tokens(230, 1)[:2]
     short, long = layer(max_length=240), layer(max_length=1000)
-    assert (short.is_ring, long.is_ring) == (False, True)
+    assert (short.is_rolling, long.is_rolling) == (False, True)
     short, long = (kind_of(x).append(x, key, 2 * key) for x in (short, long))
     for cache, other in ((short, long), (long, short)):
         save_cache(tmp_path / "cache", cache)
@@ -287,7 +287,7 @@ def test_flax_module_holds_its_window_and_takes_any_number_of_tokens():
         32, num_heads=4, num_kv_heads=2, cache="paged", options=OPTIONS, rngs=nnx.Rngs(0)
     )
     attention.init_cache(batch_size=1, max_length=1000)
-    assert (attention.cache.is_ring, attention.cache.ring_pages) == (True, 4)
+    assert (attention.cache.is_rolling, attention.cache.rolling_pages) == (True, 4)
     x = jax.random.normal(jax.random.key(0), (1, 700, 32))
     out = [attention.prefill(x[:, :300]), attention.decode(x[:, 300:301])]
     out.append(attention.decode(x[:, 301:]))

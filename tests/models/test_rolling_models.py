@@ -74,7 +74,7 @@ def test_layers_with_windows_hold_what_these_need(family, kind):
     layer = functools.partial(init_layer_cache, *sizes, kind=KINDS[kind], dtype=jnp.float32)
     held, full = jax.eval_shape(lambda: layer(local_window_size=WINDOW)), jax.eval_shape(layer)
     windowed = FAMILIES[family][1]
-    assert [x.is_ring for x in caches.layers] == list(windowed)
+    assert [x.is_rolling for x in caches.layers] == list(windowed)
     assert caches.nbytes == sum(held.nbytes if x else full.nbytes for x in windowed)
     assert caches.max_length == 4096
     per_token = {"exact": 2 * 16 * 4, "kv4": 2 * (8 + 2), "4bit": 2 * (8 + 2 + 0.25)}[kind]
@@ -121,7 +121,7 @@ def test_published_models_hold_a_fraction_of_32k_tokens(name, kind, share):
     [("gemma2", "exact"), ("mistral", "4bit"), ("gemma3", "kv4"), ("mistral", "exact")],
 )
 def test_texts_and_logits_are_those_of_caches_that_hold_all(family, kind, whole):
-    """Far past the ring's end; the 4-bit and kv4 kinds to the bit in plain JAX."""
+    """Far past the rolling buffer's end; the 4-bit and kv4 kinds to the bit in plain JAX."""
 
     def run():
         session, logits, tokens = started(family, kind), [], []
@@ -145,7 +145,7 @@ def test_texts_and_logits_are_those_of_caches_that_hold_all(family, kind, whole)
 
 
 @pytest.mark.slow
-def test_generate_and_stream_go_through_rings():
+def test_generate_and_stream_go_through_rolling_buffers():
     tokens, lengths = prompts()
     found = models.generate(model("mistral"), tokens, max_new_tokens=60, lengths=lengths)
     streamed = np.stack(list(models.stream(started("mistral"), 60)), axis=1)
@@ -172,14 +172,14 @@ def test_a_session_goes_on_from_a_file(tmp_path, kind):
 @pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", ["exact", "4bit"])
 def test_a_short_text_may_get_room_for_a_long_one_and_back(tmp_path, kind):
-    """What is no ring yet becomes one, and the other way round."""
+    """What is no rolling buffer yet becomes one, and the other way round."""
     layer = functools.partial(
         init_layer_cache, 1, num_kv_heads=2, head_dim=16, kind=KINDS[kind], dtype=jnp.float32
     )
     key = np.random.default_rng(0).normal(size=(1, 30, 2, 16)).astype(np.float32)
     short, long = (layer(max_length=x, local_window_size=WINDOW) for x in (32, 400))
     short, long = (kind_of(x).append(x, key, 2 * key) for x in (short, long))
-    assert (short.is_ring, long.is_ring) == (False, True)
+    assert (short.is_rolling, long.is_rolling) == (False, True)
     for cache, other in ((short, long), (long, short)):
         save_cache(tmp_path / "cache", cache)
         found, _ = load_cache(tmp_path / "cache", max_length=other.max_length)
@@ -190,7 +190,7 @@ def test_a_short_text_may_get_room_for_a_long_one_and_back(tmp_path, kind):
         load_cache(tmp_path / "cache", max_length=29)
 
 
-def test_files_from_before_there_were_rings_load(tmp_path):
+def test_files_from_before_there_were_rolling_buffers_load(tmp_path):
     """They hold all tokens and say nothing of a window; so do new ones without one."""
     whole = init_layer_cache(1, 64, 2, 16, kind="exact", dtype=jnp.float32)
     save_cache(tmp_path / "cache", whole)
@@ -200,7 +200,7 @@ def test_files_from_before_there_were_rings_load(tmp_path):
 
     rewrite(tmp_path / "cache", tmp_path / "same", change=says_nothing)
     found, _ = load_cache(tmp_path / "same")
-    assert (found.is_ring, found.window) == (False, None)
+    assert (found.is_rolling, found.window) == (False, None)
     wanted = init_layer_cache(1, 64, 2, 16, kind="exact", dtype=jnp.float32, local_window_size=20)
     with pytest.raises(ValueError, match="has local_window_size=None, not 20"):
         load_cache(tmp_path / "cache", like=wanted)
@@ -237,7 +237,7 @@ def test_the_module_holds_its_window_and_takes_any_number_of_tokens(kind):
         rngs=nnx.Rngs(0),
     )
     attention.init_cache(batch_size=1, max_length=400)
-    assert attention.cache.is_ring
+    assert attention.cache.is_rolling
     assert attention.cache.room == ROOM
     x = jax.random.normal(jax.random.key(0), (1, 150, 32))
     out = [attention.prefill(x[:, :100]), attention.decode(x[:, 100:101])]
