@@ -27,7 +27,7 @@ import numpy as np
 from flax import nnx
 from rich.progress import Progress
 
-from benchmarks import choosing, stored, tables
+from benchmarks import stored, summary, tables
 from benchmarks.cache_quality import held_out_windows, mean_and_error
 from turbojax import SAS, TurboConfig, models
 from turbojax._environment import environment
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def numerics_table(results: Path) -> str:
     """Speed, error and cost of every row, from the newest results."""
-    figures = choosing.Figures(results)
+    figures = summary.Figures(results)
     quality = figures.result("attention_quality")
     default, lines = TurboConfig(), []
     for name, row in quality["attention"].items():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import choosing
+from benchmarks import summary
 from benchmarks.stored import dated, newest
 from turbojax import _writing
 
@@ -28,7 +28,7 @@ _GPU_TIERS = {
 
 def figures_table() -> str:
     """Three figures that say what turbojax is good for."""
-    return choosing.figures_table(RESULTS, _LINK)
+    return summary.figures_table(RESULTS, _LINK)
 
 
 def gpu_tests_line() -> str:
@@ -58,7 +58,7 @@ def _gpu_tests_part(target: str, name: str, record: Mapping[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {"figures": figures_table, "gpu tests": gpu_tests_line}
 # What a table needs; others can say that there is nothing yet.
-_RESULTS_OF = {"figures": choosing.NEEDED}
+_RESULTS_OF = {"figures": summary.NEEDED}
 
 
 def active() -> dict[str, Callable[[], str]]:

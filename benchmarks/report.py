@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import attention_quality, choosing, readme
+from benchmarks import attention_quality, readme, summary
 from benchmarks.catalogue import SHOWN
 from benchmarks.stored import dated, newest
 from benchmarks.tables import Result
@@ -40,10 +40,10 @@ def page_tables(results: Path) -> dict[str, Callable[[], str]]:
     for shown in SHOWN:
         if result := newest(results, shown.results):
             found |= {name: functools.partial(t, *result) for name, t in shown.tables.items()}
-    if all(dated(results, name) for name in choosing.NEEDED):
-        found["headline"] = functools.partial(choosing.headline_table, results)
-        found["choosing"] = functools.partial(choosing.choosing_table, results)
-        found["toy"] = functools.partial(choosing.toy_table, results)
+    if all(dated(results, name) for name in summary.NEEDED):
+        found["headline"] = functools.partial(summary.headline_table, results)
+        found["choosing"] = functools.partial(summary.choosing_table, results)
+        found["toy"] = functools.partial(summary.toy_table, results)
     if all(dated(results, name) for name in ("attention_quality", "hopper")):
         found["numerics"] = functools.partial(attention_quality.numerics_table, results)
     return found

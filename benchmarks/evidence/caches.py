@@ -151,7 +151,7 @@ def heads_section(result: Result) -> Section:
     lines, worse, compared = [], [], 0
     for priority, by_count in keys.items():
         rows = [found(result, key) for key in by_count.values()]
-        cells = ["-" if row is None else writing.spread(row) for row in rows]
+        cells = ["-" if row is None else writing.with_interval(row) for row in rows]
         lines.append([f"`{priority}`", *cells])
         for n in counts[1:-1]:
             apart = writing.difference(result, keys["gap_std"][n], by_count[n])
@@ -279,7 +279,7 @@ def int4_section(result: Result) -> Section:
                 label,
                 tables.times(writing.smaller(row)),
                 "-" if bits is None else f"{bits:.4f}",
-                writing.spread(row),
+                writing.with_interval(row),
                 writing.signed(beyond),
                 f"{row['same_greedy_choice']:.1%}",
             ]
@@ -356,7 +356,7 @@ def _causes_section(result: Result, variants: Methods) -> str:
             [
                 label,
                 tables.times(writing.smaller(row)),
-                writing.spread(row),
+                writing.with_interval(row),
                 *cells,
                 "-" if kl is None else f"{kl:.5f}",
             ]

@@ -76,7 +76,7 @@ def signed(value: float | None) -> str:
     return "-" if value is None else f"{value:+.4f}"
 
 
-def spread(row: Row) -> str:
+def with_interval(row: Row) -> str:
     """``+0.0035 [+0.0030, +0.0041]``, or NaN where the row has windows without a figure."""
     if row["cost"] is None:
         return f"NaN in {row['nan_windows']} windows"
@@ -110,7 +110,7 @@ def text_cells(result: Result, row: Row) -> list[str]:
     bits = row[f"bits_per_{result['texts']['unit']}"]
     return [
         "-" if bits is None else f"{bits:.4f}",
-        spread(row),
+        with_interval(row),
         "-" if row["divergence"] is None else f"{row['divergence']:.5f}",
         f"{row['same_greedy_choice']:.1%}",
     ]

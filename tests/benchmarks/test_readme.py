@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks import choosing, readme
+from benchmarks import readme, summary
 from tests.tools.docs_helpers import DOCS, ROOT, examples, run
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -116,7 +116,7 @@ def test_the_last_run_of_the_gpu_tests(tmp_path, monkeypatch):
 
 
 def test_a_figure_that_was_not_measured_is_named(tmp_path):
-    figures = choosing.Figures(tmp_path)
+    figures = summary.Figures(tmp_path)
     with pytest.raises(FileNotFoundError, match="no result called hopper"):
         figures.row("hopper", "decode/x")
     rows = [{"name": "decode/x", "status": "failed", "reason": "no memory"}]

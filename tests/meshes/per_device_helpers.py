@@ -25,11 +25,11 @@ BATCH, HEADS, BOTH = Axes(batch="data"), Axes(heads="model"), Axes(batch="data",
 
 
 class Call(NamedTuple):
-    """A call of an op: a function of arrays, these, their letters, and over what to split it."""
+    """A call of an op: a function of arrays, these, their dims, and over what to split it."""
 
     run: Any
     arrays: tuple[Any, ...]
-    letters: tuple[str, ...]
+    dims: tuple[str, ...]
     axes: Axes = BOTH
 
 
@@ -45,12 +45,12 @@ def within(mesh):
     return jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext()
 
 
-def specs(value, letters, axes):
+def specs(value, dims, axes):
     """How each array is split, in the structure of the value."""
-    leaves = leaves_of("x", letters, value)
+    leaves = leaves_of("x", dims, value)
     arrays, tree = jax.tree.flatten(value)
     pairs = zip(leaves, arrays, strict=True)
-    return jax.tree.unflatten(tree, [axes.spec(leaf.letters, x.shape) for leaf, x in pairs])
+    return jax.tree.unflatten(tree, [axes.spec(leaf.dims, x.shape) for leaf, x in pairs])
 
 
 def split(call, mesh, axes):
@@ -58,18 +58,18 @@ def split(call, mesh, axes):
     return tuple(
         jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), value, how)
         for value, how in (
-            (value, specs(value, letters, axes))
-            for value, letters in zip(call.arrays, call.letters, strict=True)
+            (value, specs(value, dims, axes))
+            for value, dims in zip(call.arrays, call.dims, strict=True)
         )
     )
 
 
-def piece(value, letters, parts, index):
+def piece(value, dims, parts, index):
     """One device's part of a value that is split into `parts` by letter."""
     arrays, tree = jax.tree.flatten(value)
     cut = []
-    for leaf, x in zip(leaves_of("x", letters, value), arrays, strict=True):
-        for axis, (letter, size) in enumerate(zip(leaf.letters, x.shape, strict=True)):
+    for leaf, x in zip(leaves_of("x", dims, value), arrays, strict=True):
+        for axis, (letter, size) in enumerate(zip(leaf.dims, x.shape, strict=True)):
             if parts.get(letter, 1) > 1 and size > 1:
                 width = size // parts[letter]
                 x = jax.lax.slice_in_dim(
@@ -89,8 +89,8 @@ def check(call, mesh, axes=None):
     assert not re.findall(COLLECTIVES, program.as_text())
     count = {
         letter: mesh.shape[axis]
-        for field, axis, letters in ((axes.batch, "data", "B"), (axes.heads, "model", "NKF"))
-        for letter in letters
+        for field, axis, dims in ((axes.batch, "data", "B"), (axes.heads, "model", "NKF"))
+        for letter in dims
         if field
     }
     data, model = (mesh.shape[axis] for axis in mesh.axis_names)
@@ -98,8 +98,8 @@ def check(call, mesh, axes=None):
     # One device of the middle and the last.
     for i, j in {(data // 2, 0), (data - 1, model - 1)}:
         index = {"B": i, **dict.fromkeys("NKF", j)}
-        pairs = zip(call.arrays, call.letters, strict=True)
-        mine = [piece(x, letters, count, index) for x, letters in pairs]
+        pairs = zip(call.arrays, call.dims, strict=True)
+        mine = [piece(x, dims, count, index) for x, dims in pairs]
         local = (
             x.local(lambda letter: count.get(letter, 1)) if isinstance(x, fireq.Int4Weight) else x
             for x in mine

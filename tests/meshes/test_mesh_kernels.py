@@ -113,8 +113,8 @@ def calls():
         ),
     }  # fmt: skip
     return {
-        name: (Call(run, arrays, letters, HEADS if name == "pages append" else BOTH), part)
-        for name, (run, arrays, letters, part) in found.items()
+        name: (Call(run, arrays, dims, HEADS if name == "pages append" else BOTH), part)
+        for name, (run, arrays, dims, part) in found.items()
     }
 
 
@@ -129,9 +129,9 @@ def lowered(call, kind):
                 x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
             ),
             value,
-            specs(value, letters, call.axes),
+            specs(value, dims, call.axes),
         )
-        for value, letters in zip(call.arrays, call.letters, strict=True)
+        for value, dims in zip(call.arrays, call.dims, strict=True)
     ]
     with jax.sharding.use_abstract_mesh(abstract):
         return jax.jit(call.run).trace(*arrays).lower(lowering_platforms=("cuda",))

@@ -228,8 +228,8 @@ class Dense:
         d_query = np.swapaxes(d_scores @ self.key, 1, 2)
         return (
             d_query,
-            self._spread(d_scores.mT @ self.query),
-            self._spread(self.weights.mT @ d_out),
+            self._pooled_transposed(d_scores.mT @ self.query),
+            self._pooled_transposed(self.weights.mT @ d_out),
         )
 
     def gradient_of_sinks(self, d_out, d_residual):
@@ -241,7 +241,7 @@ class Dense:
         mean = (d_out * (self.weights @ self.value)).sum(-1)
         return (weight * np.where(real, d_residual - mean, 0)).sum((0, 2))
 
-    def _spread(self, x):
+    def _pooled_transposed(self, x):
         """The transpose of `_pooled`."""
         x = x.reshape(x.shape[0], -1, self.group, *x.shape[2:]).sum(2)
         if self.pooled_dtype is not None:

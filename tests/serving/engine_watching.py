@@ -130,11 +130,13 @@ class Watched:
 
     def nothing_is_left(self):
         made = self.engine
-        after, book = made.statistics(), made._tracker
+        after, tracker = made.statistics(), made._tracker
         for held in after.groups:
             assert held.free_pages + held.cached_pages == held.pages
         assert (after.running, after.waiting, after.swapped, after.swapped_bytes) == (0, 0, 0, 0)
-        assert not any((book.sequences, book.swapped, book._times, book._deadlines, made._events))
+        assert not any(
+            (tracker.sequences, tracker.swapped, tracker._times, tracker._deadlines, made._events)
+        )
         assert sorted(made._scheduler._free_slots) == list(range(self.slots))
         assert made._in_flight is None
 

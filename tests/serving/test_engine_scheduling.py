@@ -285,8 +285,8 @@ def test_pages_that_were_just_taken_are_not_reserved_once_more():
 
 def test_who_ends_while_it_leaves_is_not_fetched_and_leaving_costs_what_copies_take():
     made, device = make(8, 1, 16, prefixes=False)
-    clock, book, seconds = mock.Mock(now=0.0), made._tracker, []
-    collect = book.collect
+    clock, tracker, seconds = mock.Mock(now=0.0), made._tracker, []
+    collect = tracker.collect
 
     def slow(of_step):
         clock.now += 100.0
@@ -294,15 +294,15 @@ def test_who_ends_while_it_leaves_is_not_fetched_and_leaving_costs_what_copies_t
 
     made._costs.swapped = lambda nbytes, took: seconds.append(took)
     with (
-        mock.patch.object(book, "collect", slow),
+        mock.patch.object(tracker, "collect", slow),
         mock.patch.object(engine.time, "perf_counter", side_effect=lambda: clock.now),
     ):
         number = made.add(Request([1] * 10, 20, (next_token([1] * 10),), priority=1))
         step(made, device)
         made.add(Request([2] * 10, 3))
         step(made, device)
-        assert (made._scheduler.swaps, made._scheduler.swapped, book.swapped) == (1, [], {})
-        assert number not in book.sequences
+        assert (made._scheduler.swaps, made._scheduler.swapped, tracker.swapped) == (1, [], {})
+        assert number not in tracker.sequences
         made.add(Request([1] * 10, 20, priority=1))
         while not made.idle:
             if made.statistics().steps == 6:

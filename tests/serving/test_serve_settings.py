@@ -14,7 +14,7 @@ from tests.tools import command_line
 from tests.tools.command_line import refuses, works, write
 from turbojax import models
 from turbojax.app import startup, text_model
-from turbojax.app.serve import settings as making
+from turbojax.app.serve import settings as serve_settings
 from turbojax.app.serve.settings import Models, Settings, plan
 from turbojax.models.engine import Draft, Engine, NGram
 
@@ -91,7 +91,7 @@ def test_a_draft_model_has_pages_too():
     small = models.random_decoder(small, dtype=jnp.float32)
     shapes = Models(CONFIG, decoder.dtype, small.config, small.dtype)
     pool = plan(shapes, drafts, max_length=64)
-    engine = making.make_engine(decoder, models.ByteTokenizer(), drafts, pool, small)
+    engine = serve_settings.make_engine(decoder, models.ByteTokenizer(), drafts, pool, small)
     assert isinstance(engine, Engine)
     held = engine.statistics().pool_bytes
     assert held < pool.nbytes  # the statistics are of the model's own pages
@@ -101,14 +101,18 @@ def test_a_draft_model_has_pages_too():
 def test_free_memory(monkeypatch):
     needs = {"weights": 100, "logits": 50}
     monkeypatch.setattr(startup, "available_memory", lambda: 10_000)
-    assert making.free_for_pages(needs) == making.free_for_pages(needs, modest=True) == 9000 - 150
+    assert (
+        serve_settings.free_for_pages(needs)
+        == serve_settings.free_for_pages(needs, modest=True)
+        == 9000 - 150
+    )
     monkeypatch.setattr(startup, "available_memory", lambda: 10**12)
-    assert making.free_for_pages(needs) == 9 * 10**11 - 150
-    assert making.free_for_pages(needs, modest=True) == 2**29
+    assert serve_settings.free_for_pages(needs) == 9 * 10**11 - 150
+    assert serve_settings.free_for_pages(needs, modest=True) == 2**29
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert making.free_for_pages(needs, modest=True) == 9 * 10**11 - 150
+    assert serve_settings.free_for_pages(needs, modest=True) == 9 * 10**11 - 150
     monkeypatch.setattr(startup, "available_memory", lambda: None)
-    assert making.free_for_pages(needs) is None
+    assert serve_settings.free_for_pages(needs) is None
 
 
 def test_a_request_that_the_memory_has_no_room_for_is_found_before_weights_are_read(
@@ -118,7 +122,7 @@ def test_a_request_that_the_memory_has_no_room_for_is_found_before_weights_are_r
     unread = dataclasses.replace(found, load=None)
     monkeypatch.setattr(text_model, "find_random_model", lambda *a, **k: unread)
     sizes = Settings().sizes(400, 2)
-    needs = sum(making.bytes_besides(found, None, Settings(), sizes).values())
+    needs = sum(serve_settings.bytes_besides(found, None, Settings(), sizes).values())
     [page] = Models.of(found).page_bytes(Settings(), 400)
     monkeypatch.setattr(startup, "available_memory", lambda: (needs + 3 * page) / 0.9 + 1)
     lines = [{"prompt": "1", "max_new_tokens": count} for count in (100, 399)]
@@ -133,11 +137,11 @@ def test_a_request_that_the_memory_has_no_room_for_is_found_before_weights_are_r
 def test_what_an_engine_needs_besides():
     found = text_model.find_random_model("tiny")
     sizes = Settings(max_sequences=4).sizes(128)
-    needs = making.bytes_besides(found, None, Settings(), sizes)
+    needs = serve_settings.bytes_besides(found, None, Settings(), sizes)
     assert needs["weights"] == found.weight_bytes
     assert needs["logits of 4 rows"] == 4 * 4 * found.config.vocab_size
     guessing = Settings(speculate="draft", draft_tokens=7)
-    needs = making.bytes_besides(found, found, guessing, sizes)
+    needs = serve_settings.bytes_besides(found, found, guessing, sizes)
     assert needs["weights of the draft model"] == found.weight_bytes
     assert "logits of 32 rows" in needs
 

@@ -106,7 +106,7 @@ def _read_leaves(
             held, full = counts[grows.counted], struct.shape
             rest = _rows_first(full, grows.axis, held.ndim)[held.ndim + 1 :]
             file.require(prefix + name, (int(held.sum()), *rest), struct.dtype)
-            leaves.append(_spread(file.read(prefix + name), grows.axis, held, full))
+            leaves.append(_unpacked_rows(file.read(prefix + name), grows.axis, held, full))
     return leaves
 
 
@@ -220,7 +220,9 @@ def _held(x: jax.Array, axis: int, counts: np.ndarray) -> np.ndarray:
     return rows[np.arange(longest) < counts[..., None]]
 
 
-def _spread(x: np.ndarray, axis: int, counts: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
+def _unpacked_rows(
+    x: np.ndarray, axis: int, counts: np.ndarray, shape: tuple[int, ...]
+) -> jax.Array:
     """The inverse of `_held`: an array of this shape, 0 where nothing is held."""
     longest = int(counts.max(initial=0))
     rows = np.zeros((*counts.shape, longest, *x.shape[1:]), x.dtype)

@@ -91,10 +91,10 @@ class ContextAttention:
         operands = (query, key, value, sinks, segment_ids)
         if set(self.axes.of_dimension("sequence")) <= _manual_axes():
             return self._attend(*operands, options=options), cache
-        letters = ("BTNH", "BSKH", "BSKH", "N", "BT")
+        dims = ("BTNH", "BSKH", "BSKH", "N", "BT")
         specs = tuple(
             None if x is None else self.axes.spec(names)
-            for names, x in zip(letters, operands, strict=True)
+            for names, x in zip(dims, operands, strict=True)
         )
         call = jax.shard_map(
             lambda *arrays: self._attend(*arrays, options=options),

@@ -230,21 +230,21 @@ def _spec(op: Callable[..., Any], name: str, how: _Split, x: Any, axes: Axes) ->
     leaves = leaves_of(name, "" if is_scalar or entry is None else entry, x)
     specs = []
     for leaf, array in zip(leaves, jax.tree.leaves(x), strict=True):
-        letters = _letters(leaf.letters)
-        for letter, size in zip(letters, array.shape, strict=True):
+        dims = _with_batch(leaf.dims)
+        for letter, size in zip(dims, array.shape, strict=True):
             parts = _parts(letter, axes)
             if size % parts and (size != 1 or letter == "K"):
                 raise ValueError(
                     f"{op.__name__} cannot be split so: {leaf.name}.shape={array.shape} has {size} "
                     f"{meaning(letter)}, must be a multiple of {parts}"
                 )
-        specs.append(axes.spec(letters, array.shape))
+        specs.append(axes.spec(dims, array.shape))
     return jax.tree.unflatten(jax.tree.structure(x), specs)
 
 
-def _letters(letters: str) -> str:
+def _with_batch(dims: str) -> str:
     """The letters with the first of the leading axes, however many, as that of sequences."""
-    return letters.replace("a", "B", 1)
+    return dims.replace("a", "B", 1)
 
 
 def _kept(arrays: Mapping[str, Any], how: _Split) -> str:
@@ -254,7 +254,7 @@ def _kept(arrays: Mapping[str, Any], how: _Split) -> str:
         if not isinstance(x, Split) and (_holds_arrays(x) or x.ndim):
             leaves = leaves_of(name, how.entry(name) or "", x)
             for leaf, array in zip(leaves, jax.tree.leaves(x), strict=True):
-                pairs = zip(_letters(leaf.letters), array.shape, strict=True)
+                pairs = zip(_with_batch(leaf.dims), array.shape, strict=True)
                 found += [letter for letter, size in pairs if size != 1]
     return "".join(found)
 
@@ -269,8 +269,8 @@ def _outputs(
         return tuple(_outputs(x, has_residual, specs, axes, kept) for x in entry)
     if entry == OWN:
         return specs["cache"]
-    letters = _letters(entry.replace("...", "a"))
+    dims = _with_batch(entry.replace("...", "a"))
     if entry.startswith("..."):  # axes between are whole
         lead = len(specs["x"]) if isinstance(specs["x"], PartitionSpec) else len(specs["x"].codes)
-        letters = _letters("abcdefgh"[: lead - 1]) + entry[3:]
-    return axes.spec("".join(x if x in kept else "C" for x in letters))
+        dims = _with_batch("abcdefgh"[: lead - 1]) + entry[3:]
+    return axes.spec("".join(x if x in kept else "C" for x in dims))

@@ -113,25 +113,25 @@ class Axes:
         mesh = self.require_mesh() if names else None
         return math.prod(mesh.shape[name] for name in names) if mesh is not None else 1
 
-    def spec(self, letters: str, shape: Iterable[int] | None = None) -> PartitionSpec:
+    def spec(self, dims: str, shape: Iterable[int] | None = None) -> PartitionSpec:
         """How an array is split whose axes have these letters; those of `DIMENSIONS` split it.
 
         Args:
-          letters: one for each axis; any other letter is allowed, too.
+          dims: a letter for each axis; any letter besides is allowed, too.
           shape: of the array, if known: axes of size 1 are not split.
         """
-        sizes = [0] * len(letters) if shape is None else list(shape)
+        sizes = [0] * len(dims) if shape is None else list(shape)
         return PartitionSpec(
             *(
                 self._axes_of(letter) if size != 1 else None
-                for letter, size in zip(letters, sizes, strict=True)
+                for letter, size in zip(dims, sizes, strict=True)
             )
         )
 
-    def sharding(self, letters: str, shape: Iterable[int] | None = None) -> NamedSharding:
+    def sharding(self, dims: str, shape: Iterable[int] | None = None) -> NamedSharding:
         """`spec` on the mesh, which must be one of devices."""
         mesh = self.require_mesh()
-        return NamedSharding(mesh, self.spec(letters, shape))
+        return NamedSharding(mesh, self.spec(dims, shape))
 
     def _axes_of(self, letter: str) -> Names:
         names = self.of_dimension(DIMENSIONS[letter]) if letter in DIMENSIONS else ()

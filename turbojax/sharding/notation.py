@@ -53,14 +53,14 @@ class Table:
     outputs: Entry
     whole: tuple[tuple[str, str], ...] = ()
 
-    def needs_whole(self, letters: str, reason: str) -> "Table":
-        """This table, of an op that cannot split these letters, unlike most."""
-        return dataclasses.replace(self, whole=(*self.whole, (letters, reason)))
+    def needs_whole(self, dims: str, reason: str) -> "Table":
+        """This table, of an op that cannot split these dims, unlike most."""
+        return dataclasses.replace(self, whole=(*self.whole, (dims, reason)))
 
     def refusal(self, letter: str) -> str | None:
         """Why an axis of this letter cannot be split; None if it can."""
-        for letters, reason in self.whole:
-            if letter in letters:
+        for dims, reason in self.whole:
+            if letter in dims:
                 return reason
         if letter in "BNKFI" or letter in _LEADING or letter.isdigit():
             return None
@@ -77,7 +77,7 @@ class Leaf:
     """One array of a call, with a letter for each axis; devices add up parts over `summed`."""
 
     name: str
-    letters: str
+    dims: str
     summed: str = ""
 
 
@@ -92,14 +92,14 @@ def leaves_of(name: str, entry: Entry, value: Any) -> list[Leaf]:
     if isinstance(entry, tuple):
         pairs = enumerate(zip(entry, value, strict=True))
         return [x for i, (e, v) in pairs for x in leaves_of(f"{name}[{i}]", e, v)]
-    letters, _, summed = entry.partition("+")
+    dims, _, summed = entry.partition("+")
     summed = summed.replace("...", _LEADING)
-    if letters.endswith(OWN) or hasattr(value, "AXES"):
-        found = _by_class(name, letters.partition(OWN)[0] if OWN in letters else "", value)
+    if dims.endswith(OWN) or hasattr(value, "AXES"):
+        found = _by_class(name, dims.partition(OWN)[0] if OWN in dims else "", value)
     elif isinstance(value, Mapping):  # some arrays have fewer of the axes
-        found = [_leaf(name, letters[: x.ndim], x) for x in jax.tree.leaves(value)]
+        found = [_leaf(name, dims[: x.ndim], x) for x in jax.tree.leaves(value)]
     else:
-        found = [_leaf(name, letters, x) for x in jax.tree.leaves(value)]
+        found = [_leaf(name, dims, x) for x in jax.tree.leaves(value)]
     return [dataclasses.replace(x, summed=summed) for x in found]
 
 
@@ -111,24 +111,24 @@ def _by_class(name: str, first: str, value: Any) -> list[Leaf]:
         child = getattr(value, field.name)
         if field.metadata.get("static") or child is None:
             continue
-        path, letters = f"{name}.{field.name}", value.AXES.get(field.name)
-        if letters is None:
+        path, dims = f"{name}.{field.name}", value.AXES.get(field.name)
+        if dims is None:
             children = child if isinstance(child, tuple | list) else (child,)
             found += [x for one in children for x in _by_class(path, first, one)]
         else:
-            found += [_leaf(path, first + letters, x) for x in jax.tree.leaves(child)]
+            found += [_leaf(path, first + dims, x) for x in jax.tree.leaves(child)]
     return found
 
 
-def _leaf(name: str, letters: str, x: Any) -> Leaf:
-    if letters.startswith("..."):
-        rest = letters[3:]
+def _leaf(name: str, dims: str, x: Any) -> Leaf:
+    if dims.startswith("..."):
+        rest = dims[3:]
         lead = x.ndim - len(rest)
         if 0 <= lead <= len(_LEADING):
-            letters = _LEADING[:lead] + rest
-    if len(letters) != x.ndim:
-        raise ValueError(f"{name}.shape={x.shape} must have the {len(letters)} axes {letters}")
-    return Leaf(name, letters)
+            dims = _LEADING[:lead] + rest
+    if len(dims) != x.ndim:
+        raise ValueError(f"{name}.shape={x.shape} must have the {len(dims)} axes {dims}")
+    return Leaf(name, dims)
 
 
 def meaning(letter: str) -> str:

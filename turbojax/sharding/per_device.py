@@ -315,13 +315,13 @@ class _Flat:
         letter = _MAPPED[self.mapped]
         axes = tuple(0 if x else None for x in is_mapped)
         leaves = tuple(
-            dataclasses.replace(leaf, letters=letter + leaf.letters) if x else leaf
+            dataclasses.replace(leaf, dims=letter + leaf.dims) if x else leaf
             for leaf, x in zip(self.leaves, is_mapped, strict=True)
         )
 
         def results() -> tuple[Leaf, ...]:
             return tuple(
-                dataclasses.replace(leaf, letters=letter + leaf.letters) for leaf in self.results()
+                dataclasses.replace(leaf, dims=letter + leaf.dims) for leaf in self.results()
             )
 
         def run(found: Plan, *values: Any) -> tuple[Any, ...]:

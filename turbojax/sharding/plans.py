@@ -29,7 +29,7 @@ class Plan:
         """How an array is split; axes of size 1 stand for all and are whole."""
         return tuple(
             self.names.get(_group(letter), ()) if size != 1 else ()
-            for letter, size in zip(leaf.letters, shape, strict=True)
+            for letter, size in zip(leaf.dims, shape, strict=True)
         )
 
     def spec(self, leaf: Leaf, shape: Sequence[int]) -> PartitionSpec:
@@ -83,14 +83,14 @@ def plan(
     names: dict[str, Names] = {}
     sources: dict[str, str] = {}
     for leaf, shape, split in zip(leaves, shapes, splits, strict=True):
-        for axis, (letter, size, over) in enumerate(zip(leaf.letters, shape, split, strict=True)):
+        for axis, (letter, size, over) in enumerate(zip(leaf.dims, shape, split, strict=True)):
             if not over or size == 1:
                 continue
             where = f"{leaf.name} along axis {axis} ({meaning(letter)}) over {', '.join(over)}"
             reason = table.refusal(letter)
             if reason is not None:
                 raise NotImplementedError(
-                    f"{table.op} cannot be split so: {leaf.name} with axes {leaf.letters} is split "
+                    f"{table.op} cannot be split so: {leaf.name} with axes {leaf.dims} is split "
                     f"along axis {axis}, {meaning(letter)}, over {', '.join(over)} of the mesh, "
                     f"{reason}; see turbojax.parallel for what can be"
                 )
@@ -133,7 +133,7 @@ def _check_apart(table: Table, names: Mapping[str, Names], sources: Mapping[str,
 
 
 def _check_even(table: Table, result: Plan, leaf: Leaf, shape: Sequence[int]) -> None:
-    for axis, (letter, size) in enumerate(zip(leaf.letters, shape, strict=True)):
+    for axis, (letter, size) in enumerate(zip(leaf.dims, shape, strict=True)):
         parts = result.parts(letter)
         # Unlike other axes of size 1, one key/value head cannot stay whole on every device.
         if size % parts and (size != 1 or letter == "K"):
@@ -153,7 +153,7 @@ def _with_wanted(
     """A plan that also splits as results are wanted, where that fits."""
     names = dict(result.names)
     for leaf, split in wanted:
-        for letter, over in zip(leaf.letters, split, strict=True):
+        for letter, over in zip(leaf.dims, split, strict=True):
             used = {name for group in names.values() for name in group}
             if not over or _group(letter) in names or used & {*over} or table.refusal(letter):
                 continue
@@ -180,7 +180,7 @@ def sharding_rule(
     """
     common: dict[str, int] = {}
     for leaf, shape in (*inputs, *outputs):
-        for letter, size in zip(leaf.letters, shape, strict=True):
+        for letter, size in zip(leaf.dims, shape, strict=True):
             if size != 1 and table.refusal(letter) is None:
                 group = _group(letter)
                 common[group] = math.gcd(common.get(group, size), size)
@@ -189,7 +189,7 @@ def sharding_rule(
 
     def mapping(leaf: Leaf, shape: Sequence[int]) -> ArrayMapping:
         axes: list[str | CompoundFactor] = []
-        for letter, size in zip(leaf.letters, shape, strict=True):
+        for letter, size in zip(leaf.dims, shape, strict=True):
             shared = common.get(_group(letter), 1)
             if size == 1 or shared == 1 or table.refusal(letter) is not None:
                 axes.append(next(own))

@@ -78,17 +78,17 @@ def _of_field(cache: Split, name: str, x: Any, axes: Axes) -> Any:
 
 
 def spec_of(
-    letters: str, shape: tuple[int, ...], axes: Axes, copies: int | None = None
+    dims: str, shape: tuple[int, ...], axes: Axes, copies: int | None = None
 ) -> PartitionSpec:
     """How an array is split; ValueError if an axis cannot be split evenly.
 
-    `letters` are those of the last axes: layers may be stacked before them. `shape` is that of all
+    `dims` are letters of the last axes: layers may be stacked before them. `shape` is that of all
     devices together, and for `copies` see `Split.COPIES`.
     """
-    stacked = len(shape) - len(letters)
+    stacked = len(shape) - len(dims)
     names: list[tuple[str, ...]] = [()] * stacked + [
         axes_of(letter, axes) if size != 1 else ()
-        for letter, size in zip(letters, shape[stacked:], strict=True)
+        for letter, size in zip(dims, shape[stacked:], strict=True)
     ]
     if copies is not None:
         names[stacked + copies] = (*names[stacked + copies], *axes.of_dimension("sequence"))

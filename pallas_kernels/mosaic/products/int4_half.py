@@ -91,7 +91,7 @@ def scale_of(bits: Int, kind: str) -> Float:
     return lane.half.unpack(bits, kind)[0]
 
 
-def _spread(first: Int, second: Int, place: Int) -> list[Int]:
+def _neighbours(first: Int, second: Int, place: Int) -> list[Int]:
     """Eight codes of a lane as four pairs of neighbours, each in the low four bits of a half.
 
     `first` and `second` are words `s` of the 16 bytes ``t // 2`` and ``t // 2 + 2`` of a row, where
@@ -130,14 +130,14 @@ def load(
         at = row + 8 * half
         run = Pointer.to(codes).at(at * ROW_BYTES, (t >> 1) << 4)
         pairs = list(zip(run.words(4), run.at(32).words(4), strict=True))
-        spread = [_spread(a, b, t) for a, b in pairs]
+        pairs_of_four = [_neighbours(a, b, t) for a, b in pairs]
         if kind == "e4m3":
             word, factor = e4m3_scale(Pointer.to(scales).at(at).byte(), dtype)
-            words = [round_to_e4m3(x, word, dtype) for four in spread for x in four]
+            words = [round_to_e4m3(x, word, dtype) for four in pairs_of_four for x in four]
         else:
             zero = None if zeros is None else signed(Pointer.to(zeros).at(at).byte())
             less = zero_word(zero, dtype)
-            words = [integer_pair(x, less, dtype) for four in spread for x in four]
+            words = [integer_pair(x, less, dtype) for four in pairs_of_four for x in four]
             factor = scale_of(Pointer.to(scales).at(at << 1).half(), kind)
             if rounds:
                 scale = lane.half.pack(factor, factor, dtype)

@@ -11,7 +11,7 @@ import typer
 
 from turbojax import _checks, _garbage, _interrupt
 from turbojax.app import terminal
-from turbojax.app.serve import settings as making
+from turbojax.app.serve import settings as serve_settings
 from turbojax.app.serve.run import ServingReport, report_of
 from turbojax.app.serve.settings import Models, Pool, Settings
 from turbojax.app.text_model import FoundModel
@@ -61,14 +61,14 @@ def served_name(given: str | None, model: str | None, random_weights: str | None
 def plan_server(found: FoundModel, draft: FoundModel | None, settings: Settings) -> Pool:
     """The sizes of the engine; ValueError if a number or the whole does not fit."""
     sizes = settings.sizes(found.config.max_length)
-    needs = making.bytes_besides(found, draft, settings, sizes)
-    pool = making.plan(
+    needs = serve_settings.bytes_besides(found, draft, settings, sizes)
+    pool = serve_settings.plan(
         Models.of(found, draft),
         settings,
         max_length=found.config.max_length,
-        free_bytes=making.free_for_pages(needs, modest=True),
+        free_bytes=serve_settings.free_for_pages(needs, modest=True),
     )
-    making.check_memory(pool, settings, needs)
+    serve_settings.check_memory(pool, settings, needs)
     return pool
 
 
@@ -95,7 +95,7 @@ def serve_http(
         pool = plan_server(found, draft, settings)
         model = found.load()
         small = None if draft is None else draft.load().decoder
-        engine = making.make_engine(model.decoder, model.tokenizer, settings, pool, small)
+        engine = serve_settings.make_engine(model.decoder, model.tokenizer, settings, pool, small)
         compile_ahead_of_time(engine)
 
         def ready(url: str) -> None:

@@ -430,8 +430,8 @@ def _on_devices(x: jax.Array, axes: Axes) -> jax.Array:
     heads = x.shape[1] // (axes.size("heads") if x.shape[1] > 1 else 1)
     x = jnp.repeat(x.reshape(len(x), -1, 1, heads), axes.size("sequence"), axis=2)
     x = x.reshape(len(x), -1)
-    letters = CacheSide.AXES["buffer_scale"]
-    spec = spec_of(letters, x.shape, axes, CacheSide.COPIES["buffer_scale"])
+    dims = CacheSide.AXES["buffer_scale"]
+    spec = spec_of(dims, x.shape, axes, CacheSide.COPIES["buffer_scale"])
     return jax.device_put(x, jax.sharding.NamedSharding(axes.require_mesh(), spec))
 
 

@@ -206,10 +206,10 @@ def known_beginning(
 Pool = paged.PagedCache | paged.LatentPages
 """The pages of a layer."""
 
-_Access = Callable[..., Any]
+_Function = Callable[..., Any]
 
 
-def access_to(pool: Pool) -> tuple[_Access, _Access]:
+def append_and_attend(pool: Pool) -> tuple[_Function, _Function]:
     """What appends to such a pool, and what attends to it.
 
     Their arguments are those of `turbojax.paged.append` and

@@ -22,7 +22,7 @@ from turbojax.attention.score_modifiers import of_layer
 from turbojax.caches import Attend
 from turbojax.models.decoder import Decoder
 from turbojax.models.engine.placement import SAME, Vocabulary, pool_specs, run_on, vocabulary_of
-from turbojax.models.engine.pools import Pools, Windows, access_to, group_of, layers_of
+from turbojax.models.engine.pools import Pools, Windows, append_and_attend, group_of, layers_of
 from turbojax.models.engine.programs import note_traced
 from turbojax.models.engine.step import State, append_at, apply_changes, pages_at
 from turbojax.models.generation.sampling import NOTHING, Array, Kind, SamplingRows
@@ -391,7 +391,7 @@ def _pass(
             "modifiers": of_layer(query, sinks),
             "implementation": implementation,
         }
-        _, attend_pages = access_to(cache)
+        _, attend_pages = append_and_attend(cache)
         split = query.reshape(count, size, *query.shape[2:])
         out, _ = attend_pages(split, cache, tables[group], lengths, counts, **given)
         return out.reshape(1, count * size, *out.shape[2:]), cache

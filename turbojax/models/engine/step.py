@@ -34,7 +34,7 @@ from turbojax.models.engine.pools import (
     Pool,
     Pools,
     Windows,
-    access_to,
+    append_and_attend,
     check_call,
     group_of,
     layers_of,
@@ -438,7 +438,7 @@ def append_at(
 
     `tables` int32 ``[N, 1]`` has each token's page; `positions` and `is_real` are ``[N]``.
     """
-    append, _ = access_to(pool)
+    append, _ = append_and_attend(pool)
     within = positions % pool.page_size
     count = is_real.astype(jnp.int32)
     return append(pool, key[0][:, None], value[0][:, None], tables, within, new_lengths=count)
@@ -478,7 +478,7 @@ def _attend(
         cache = append_at(cache, key, value, pages[group], positions, is_real)
         static, modifiers = options.complete(query.shape[3]), of_layer(query, sinks)
         given: Any = {"options": static, "modifiers": modifiers, "implementation": implementation}
-        _, attend_pages = access_to(cache)
+        _, attend_pages = append_and_attend(cache)
         alone = None
         if prompts is not None and is_compressed(cache):
             alone = DenseTokens.of(query, key, value, segments)

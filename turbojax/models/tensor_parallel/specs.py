@@ -130,14 +130,14 @@ def cache_specs(caches: Any, axes: Axes) -> Any:
     sequences, and tables count them from the device's first one.
     """
 
-    def of(letters: str, leaf: Any) -> PartitionSpec:
-        return PartitionSpec(*(_of_letter(x, axes) for x in letters[: leaf.ndim]))
+    def of(dims: str, leaf: Any) -> PartitionSpec:
+        return PartitionSpec(*(_of_letter(x, axes) for x in dims[: leaf.ndim]))
 
-    def walk(x: Any, letters: str | None) -> Any:
+    def walk(x: Any, dims: str | None) -> Any:
         if isinstance(x, tuple | list):
-            return type(x)(walk(part, letters) for part in x)
+            return type(x)(walk(part, dims) for part in x)
         if not dataclasses.is_dataclass(x) or isinstance(x, type):
-            return None if x is None else of(letters or "", x)
+            return None if x is None else of(dims or "", x)
         table: dict[str, str] = getattr(type(x), "AXES", {})
         changed = {
             field.name: walk(getattr(x, field.name), table.get(field.name))
