@@ -1,12 +1,16 @@
 """The suite of grouped products: what it counts, that it runs and compares, and its table."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import readme
 from benchmarks.measuring import calls
 from benchmarks.suites import experts
 from tests.benchmarks.quick_runs import quick_run
+from tests.tools.docs_helpers import docs_text
 
 
 def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
@@ -62,3 +66,35 @@ def test_methods_have_the_same_weights():
     assert np.abs(scaled - dense).mean() < 0.04 * np.abs(dense).mean()
     int4 = experts.fireq.dequantize(experts.fireq.expert_of(experts.int4(experts.TINY), 3))
     assert np.abs(np.asarray(int4).T - dense[3]).mean() < 0.15 * np.abs(dense[3]).mean()
+
+
+def test_prose_agrees_with_the_record_of_later_kernels():
+    """The figures of Mixtral in docs/benchmarks/int4.md: what is kept, beside the kernel before."""
+    path = readme.RESULTS / "experts_versions_2026-11-30.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    text = " ".join(docs_text("benchmarks/int4.md").split())
+
+    def us(name, run, variant):
+        found = [r for r in rows if (r["name"], r["run"], r["variant"]) == (name, run, variant)]
+        return f"{found[0]['us']:.0f}"
+
+    kept = {
+        128: (3, "plain"),
+        256: (3, "new"),
+        512: (2, "3c settle 144"),
+        1024: (2, "3c settle 144"),
+    }
+    pairs = [
+        [us(f"mixtral gu, {n} tokens", run, x) for x in (variant, "base")]
+        for n, (run, variant) in kept.items()
+    ]
+    after, before = (f"{', '.join(x[:3])} and {x[3]}" for x in zip(*pairs, strict=True))
+    assert f"gate and up take {after} us of 128, 256, 512 and 1,024 tokens" in text
+    assert f"the kernel before took {before} in the same runs" in text
+    peers = [301 / 171, 284 / 231, 357 / 271]
+    assert "so {:.2f}, {:.2f} and {:.2f} times as fast".format(*peers) in text
+    down = [
+        us("mixtral down, 256 tokens", 1, "new"),
+        us("mixtral down, 512 tokens", 2, "3c new 144"),
+    ]
+    assert f"its down product {down[0]} and {down[1]} of 256 and 512" in text

@@ -83,3 +83,27 @@ def test_prose_agrees_with_the_tuning():
         [step] = [r for r in rows if r.get("cache") == cache and "cache_bytes" in r]
         assert f"{step['us'] / 1e3:.2f} ms and {size} GB" in text
         assert round(step["cache_bytes"] / 1e9, 2) == size
+
+
+def test_the_later_table_is_that_of_its_record():
+    """Of each shape the first version's time and the best of the later ones, whatever its parts."""
+    path = readme.RESULTS / "latent_versions_2026-11-30.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    lines = docs_text("benchmarks/paged.md").partition("latent_versions_2026-11-30.json")[2]
+    shown = [[x.strip() for x in line.split("|")[1:-1]] for line in lines.splitlines()[4:11]]
+
+    def us(length, heads, form, version):
+        batch, tokens = length.split(" x ")
+        name = f"{batch} x {int(tokens[:-1]) * 1024}, {heads} heads, {form}"
+        found = [r for r in rows if (r["name"], r["version"]) == (name, version)]
+        if version == "v3, v4":
+            found = [r for r in found if r["option"] is None]
+        else:
+            found = [r for r in found if r["option"] in (None, "{'parts': 32}")]
+        return "-" if not found else f"{min(r['us'] for r in found):.1f}"
+
+    for length, heads, xla, *formats in shown:
+        assert xla == us(length, heads, "xla", "v3, v4")
+        for form, cell in zip(("bfloat16", "fp8_e4m3", "turbo4"), formats, strict=True):
+            before, after = (us(length, heads, form, v) for v in ("v3, v4", "v5"))
+            assert cell == (before if before == after == "-" else f"{before}, {after}")

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 import time
 from pathlib import Path
 
@@ -450,6 +451,23 @@ def test_names_and_sizes():
     sized = Setting(1, 8, pool_bytes=2**20, page_size=16)
     # 2 layers, keys and values of 2 heads and 16 channels in 16 bits.
     assert sized.pages(group.config, "auto") == 2**20 // (2 * 2 * 2 * 16 * 2 * 16)
+
+
+def test_the_page_of_kernels_shows_what_launches_of_several_tokens_took():
+    root = Path(__file__).parents[2]
+    page = " ".join((root / "docs/kernels.md").read_text(encoding="utf-8").split())
+    path = root / "benchmarks/results/together_2026-11-30.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    ms = {row["name"]: row["ms_per_token"] for row in rows}
+    for said in (
+        "{generate/smollm2-135m/bf16/4bit/b1} (one sequence, 4-bit cache)",
+        "{generate/smollm2-135m/bf16/turbo4/b16} (16, turbo4 pages)",
+        "Llama 3.1 8B with INT4 weights {generate/llama-3.1-8b/int4/4bit/b1}.",
+        "{engine/smollm2-135m/bf16/turbo4/b1} for one request of the small model",
+        "{engine/smollm2-135m/bf16/turbo4/b64} for 64",
+    ):
+        before, name, after = re.split("[{}]", said)
+        assert f"{before}{ms[name + '/1']:.2f} and {ms[name + '/4']:.2f}{after}" in page
 
 
 def test_the_page_of_peers_shows_its_record():
