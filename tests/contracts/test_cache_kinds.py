@@ -280,6 +280,21 @@ def test_padding_reaches_nothing(name):
     assert_same(cache, same)
 
 
+@pytest.mark.quick(2, slow=1)
+@pytest.mark.parametrize("name", ["k8v4", "exact", "kv4", "4bit", "paged"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_query_that_is_not_finite_gives_nan_for_its_head_alone(name, bad):
+    _, cache = filled(name)
+    query, key, value = at(LENGTHS)
+    wanted, same = step()(query, key, value, cache)
+    out, after = step()(query.at[1, 0, 2, 5].set(bad), key, value, cache)
+    is_bad = np.zeros((BATCH, HEADS), bool)
+    is_bad[1, 2] = True
+    np.testing.assert_array_equal(np.isnan(out[:, 0]), np.repeat(is_bad[:, :, None], CHANNELS, 2))
+    np.testing.assert_array_equal(np.asarray(out)[:, 0][~is_bad], np.asarray(wanted)[:, 0][~is_bad])
+    assert_same(after, same)
+
+
 @pytest.mark.quick(slow=1)
 @every_kind
 def test_prompts_in_parts_are_the_same_cache(name):
