@@ -319,14 +319,16 @@ def test_cheap_mistakes_are_found_before_the_model_is_loaded(options):
 
 def test_a_special_token_as_stop_text(chat_model, monkeypatch):
     token = load_tokenizer(chat_model).special_token("<|im_end|>")
-    drawn = np.array([[9], [token], [9], [9]], np.int32)
-    seen = []
+    drawn = np.array([[9], [token], [9], [9], [9]], np.int32)
 
     def choose(*_, **__):
-        seen.append(drawn[len(seen)])
-        return seen[-1], jnp.asarray(seen[-1])
+        return drawn[0], jnp.asarray(drawn[0])
+
+    def next_tokens(decoder, caches, fed, lengths, rows, *, count, **_):
+        return caches, drawn[1 : 1 + count], fed, lengths + count
 
     monkeypatch.setattr(text.generation, "choose", choose)
+    monkeypatch.setattr(text.generation, "next_tokens", next_tokens)
     options = ["--model", chat_model, "--max-new-tokens", "4", "--stop", "<|im_end|>"]
     report = _json("abc", *options)
     assert (report["new_tokens"], report["finish_reason"]) == (2, "stop")
