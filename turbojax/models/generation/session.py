@@ -348,7 +348,7 @@ def _stream(
     launches = _Launches(session, max_new_tokens, options, drawn)
     known = 0
     for chosen in launches:
-        for tokens in np.asarray(chosen)[: max_new_tokens - known]:
+        for tokens in np.atleast_2d(chosen)[: max_new_tokens - known]:
             tokens = np.where(endings.ended, np.int32(pad_token), tokens)
             nothing = ~endings.ended & (tokens == NOTHING)
             if np.any(nothing):
@@ -367,7 +367,7 @@ _TOGETHER = 4
 
 
 class _Launches:
-    """New tokens of all sequences, int32 ``[n, B]`` on the device, launch after launch.
+    """New tokens of all sequences, on the device: int32 ``[B]``, then ``[n, B]`` of each launch.
 
     The device has the next launch before the host gets the tokens of one, and runs while the host
     prepares. Where they end the last sequence, that launch is for nothing. The first tokens wait
@@ -394,7 +394,7 @@ class _Launches:
     def _launch(self) -> Iterator[jax.Array]:
         decoder, lengths = self._session.decoder, self._session.lengths
         chosen, fed = choose(self._session.logits, self._rows, kind=self._kind, axes=decoder.axes)
-        yield chosen[None]
+        yield chosen
         made = 1
         while made < self._most and self.longest < self.caches.max_length:
             # Without room for all, one by one: another program, for the last tokens of a context.
