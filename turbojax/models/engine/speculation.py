@@ -22,9 +22,15 @@ from turbojax.attention.score_modifiers import of_layer
 from turbojax.caches import Attend
 from turbojax.models.decoder import Decoder
 from turbojax.models.engine.placement import SAME, Vocabulary, pool_specs, run_on, vocabulary_of
-from turbojax.models.engine.pools import Pools, Windows, append_and_attend, group_of, layers_of
+from turbojax.models.engine.pools import Pools, Windows, append_and_attend, group_of
 from turbojax.models.engine.programs import note_traced
-from turbojax.models.engine.step import State, append_at, apply_changes, pages_at
+from turbojax.models.engine.step import (
+    State,
+    append_at,
+    apply_changes,
+    count_dropped,
+    pages_at,
+)
 from turbojax.models.generation.sampling import NOTHING, Array, Kind, SamplingRows
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.tensor_parallel.programs import on_mesh
@@ -261,10 +267,7 @@ def verify(
         logits, caches = _pass(
             decoder, caches, state, slots, tokens, lengths + counts, counts, windows, implementation
         )
-        dropped_tokens = [
-            caches[layers[0]].dropped_tokens for layers in layers_of(decoder.config, windows)
-        ]
-        return caches, state, logits, counts, jnp.sum(jnp.stack(dropped_tokens))
+        return caches, state, logits, counts, count_dropped(decoder, caches, windows)
 
     held, same = pool_specs(caches, decoder.axes), SAME
     of_logits = vocabulary_of(decoder).spec(3)

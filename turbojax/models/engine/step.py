@@ -363,7 +363,7 @@ def run_step(
         rows = greedy_rows(len(work.outputs))
         chosen = vocabulary_of(decoder).sample(logits, rows, "greedy")
         state = gone_on(state, work, chosen)
-        dropped_tokens = count_lost(decoder, caches, windows)
+        dropped_tokens = count_dropped(decoder, caches, windows)
         return caches, state, logits, jnp.concatenate([chosen, dropped_tokens[None]])
 
     held, of_logits = pool_specs(caches, decoder.axes), vocabulary_of(decoder).spec(2)
@@ -392,7 +392,9 @@ def through_model(
     return caches, hidden[0][work.outputs]
 
 
-def count_lost(decoder: Decoder | QuantizedDecoder, caches: Pools, windows: Windows) -> jax.Array:
+def count_dropped(
+    decoder: Decoder | QuantizedDecoder, caches: Pools, windows: Windows
+) -> jax.Array:
     """How many tokens the pools could not store so far, counted in one layer of each group.
 
     All layers of a group write to the same places, so that one of them counts for all.

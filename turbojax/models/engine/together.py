@@ -20,7 +20,7 @@ from turbojax.models.engine.step import (
     State,
     Work,
     apply_changes,
-    count_lost,
+    count_dropped,
     gone_on,
     through_model,
     without_those_that_are_done,
@@ -109,7 +109,7 @@ def run_together(
         is_new = jnp.arange(count, dtype=jnp.int32)[None] < new[:, None]
         tokens = jnp.where(is_new, chosen.T, NOTHING)
         shown = jnp.concatenate([new[:, None], new[:, None], tokens], axis=1)
-        found = jnp.concatenate([shown.ravel(), count_lost(decoder, caches, windows)[None]])
+        found = jnp.concatenate([shown.ravel(), count_dropped(decoder, caches, windows)[None]])
         return caches, state, found
 
     held = pool_specs(caches, decoder.axes)
