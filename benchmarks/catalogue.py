@@ -1,20 +1,9 @@
 """Every suite, by name, and everything that the docs show of one result alone."""
 
-from benchmarks import (
-    cache_quality,
-    gradient_error,
-    gradient_training,
-    masks,
-    model_training,
-    pooled_training,
-    throughput,
-    video,
-)
-from benchmarks.attribution import rows as attribution
-from benchmarks.device import first_calls
+from benchmarks import masks, model_training, real_caches, recorded, throughput
 from benchmarks.evidence import catalogue as evidence
 from benchmarks.suite import Shown
-from benchmarks.suites import engine, experts, families, flax, latency, latent, loading
+from benchmarks.suites import experts, families, flax, latency, latent, loading
 from benchmarks.suites.attention import suite as attention
 from benchmarks.suites.fireq import suite as fireq
 from benchmarks.suites.paged import suite as paged
@@ -37,7 +26,6 @@ SUITES = {
         paged.SUITE,
         paged.FORMATS,
         latent.SUITE,
-        engine.SUITE,
         serving.SUITE,
         parallel.SUITE,
         flax.SUITE,
@@ -50,21 +38,13 @@ SUITES = {
 
 SHOWN = (
     *(suite.shown for suite in SUITES.values()),
-    cache_quality.DEMO,
-    cache_quality.SHOWN,
-    cache_quality.FORMATS,
+    serving.ENGINE,
     throughput.SHOWN,
-    pooled_training.SHOWN,
-    pooled_training.POLICIES,
     model_training.SHOWN,
     evidence.SHOWN,
     evidence.SMOLLM2,
-    *attribution.SHOWN,
-    gradient_error.SHOWN,
-    gradient_training.SHOWN,
-    gradient_training.TUNED,
-    first_calls.SHOWN,
-    video.SHOWN,
+    *real_caches.SHOWN,
+    *recorded.SHOWN,
     masks.SHOWN,
     # Some rows of the suite, of a later day than its own result.
     Shown(("pooled_video",), {"pooled video": pooled.video_section}),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import attention_quality, readme, summary
+from benchmarks import readme, recorded, summary
 from benchmarks.catalogue import SHOWN
 from benchmarks.stored import dated, newest
 from benchmarks.tables import Result
@@ -45,7 +45,7 @@ def page_tables(results: Path) -> dict[str, Callable[[], str]]:
         found["choosing"] = functools.partial(summary.choosing_table, results)
         found["toy"] = functools.partial(summary.toy_table, results)
     if all(dated(results, name) for name in ("attention_quality", "hopper")):
-        found["numerics"] = functools.partial(attention_quality.numerics_table, results)
+        found["numerics"] = functools.partial(recorded.numerics_table, results)
     return found
 
 

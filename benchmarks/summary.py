@@ -5,10 +5,13 @@ and the page that says which cache and which mode suits which task.
 """
 
 import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gradient_training, tables
+import numpy as np
+
+from benchmarks import tables
 from benchmarks.stored import newest
 from benchmarks.tables import Result, Row
 
@@ -78,7 +81,7 @@ class Figures:
         return f"{self.real(cache)['cost']:+.4f} bits per token"
 
     def buffers(self, cache: str) -> str:
-        """The speed over cuDNN of decoding from one of the caches of `device.buffers`."""
+        """The speed over cuDNN of decoding from a cache of this name."""
         found = {
             row["cache"]: row["us"]
             for row in self.result("buffers")["rows"]
@@ -111,6 +114,27 @@ class Figures:
 def _device(result: Result) -> str:
     runs: list[dict[str, Any]] = result.get("runs") or []
     return result["device"] if "device" in result else runs[0]["environment"]["device"]
+
+
+# Of training with 8-bit attention: steps at the end over which losses are averaged.
+SMOOTHING = 50
+
+
+def end_of(run: Mapping[str, Any]) -> float:
+    return float(np.mean(run["losses"][-SMOOTHING:]))
+
+
+def changes(
+    result: Result, name: str, of: Callable[[Mapping[str, Any]], float] = end_of
+) -> list[float]:
+    """A figure of each of a run's seeds over that of exact attention with the same seed, less 1."""
+    exact = result["runs"]["exact"]
+    return [of(run) / of(exact[seed]) - 1 for seed, run in result["runs"][name].items()]
+
+
+def loss_ratio(result: Result, name: str) -> float:
+    """A run's loss at the end over that of exact attention, the mean of its seeds."""
+    return 1 + float(np.mean(changes(result, name)))
 
 
 _LONG = "decode/llama3-8b/b16-s32768/"
@@ -358,9 +382,9 @@ def _prompts(figures: Figures) -> list[list[str]]:
     training = figures.result("pooled_training")["comparison"]
     short = "turbo-int8_fp8-exact-gradient-8bit/mosaic_gpu"
     learning = figures.result("gradient_training")
-    learned = gradient_training.loss_ratio(learning, "int8_fp8-8bit")
+    learned = loss_ratio(learning, "int8_fp8-8bit")
     tuning = figures.result("gradient_tuning")
-    tuned = gradient_training.loss_ratio(tuning, "int8_fp8-8bit")
+    tuned = loss_ratio(tuning, "int8_fp8-8bit")
     steps, more = (x["settings"]["steps"] for x in (learning, tuning))
     return [
         [

@@ -1,16 +1,19 @@
 """Tables of what is rounded how: channels against tokens (figure 10), FireQ's columns (table g)."""
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import fireq_ablation, tables
+from benchmarks import tables
 from benchmarks.evidence.rows import BITS, Spec, channel_errors
 from benchmarks.evidence.subject import Subject
 from benchmarks.evidence.writing import EvidenceTable, Section, found
 from benchmarks.plots import Bar, draw_bars, wide_figure
 from benchmarks.tables import Result, Row
-from turbojax import smoothing
+from turbojax import models, smoothing
+from turbojax.models.layer_by_layer import calibrate
+from turbojax.models.quantize import layer_params, layer_weights, quantize_from
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,35 +72,74 @@ def channel_plot(result: Result) -> "Figure":
 
 # (g) FireQ's columns ------------------------------------------------------------------------------
 
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "RPN": ("rpn",),
+    "CRS": ("crs",),
+    "CAS": ("cas",),
+    "PTS": ("pts",),
+    "RPN+CRS": ("rpn", "crs"),
+    "RPN+CRS+CAS": ("rpn", "crs", "cas"),
+    "all": ("rpn", "crs", "cas", "pts"),
+}
+"""The paper's columns and what each of them smooths."""
+# Perplexity of Llama-3.1-8B on Wikitext-2 in these columns, by the paper (Baek et al., 2025).
+_PAPER = (8.15, 8.00, 7.48, 7.68, 7.98, 7.44, 7.18, 7.11)
 _MODELS = ("as_is", "planted")
+# Exact rescalings by powers of two, which leave what the model computes the same.
+OUTLIERS = smoothing.Outliers(
+    key_factors=(4.0, 8.0), spread=0.5, channel_share=0.01, channel_factors=(4.0, 8.0)
+)
 _WINDOWS, _LENGTH = 24, 1025
-# What the committed ablation was measured with.
-_SMOOTHING = smoothing.Smoothing(alpha=8.0, beta=8.0, cas_inputs="all")
+
+
+def plant(decoder: models.Decoder) -> models.Decoder:
+    """The model with `OUTLIERS`: its keys and its weights' input channels are uneven."""
+    layers = []
+    for i, params in enumerate(decoder.layers):
+        weights = layer_weights(params, decoder.config)
+        planted = smoothing.plant_outliers(weights, seed=i, outliers=OUTLIERS)
+        layers.append(layer_params(planted))
+    return dataclasses.replace(decoder, layers=tuple(layers))
+
+
+def bits(model: Any, windows: np.ndarray, cache: Any) -> float:
+    """Per token of windows ``[n, T + 1]``."""
+    scores = models.token_bits(model, windows, cache=cache, batch_size=1)
+    return float(scores.mean(dtype=np.float64))
+
+
+def smoothed_bits(
+    decoder: models.Decoder,
+    calibration: np.ndarray,
+    windows: np.ndarray,
+    columns: tuple[str, ...] = tuple(COLUMNS),
+) -> dict[str, float]:
+    """Of INT4 weights and KV4, by what is smoothed."""
+    statistics = calibrate(decoder, calibration)
+    found = {}
+    for name in columns:
+        parts = {part: part in COLUMNS[name] for part in ("cas", "pts", "rpn", "crs")}
+        chosen = smoothing.Smoothing(alpha=8.0, beta=8.0, cas_inputs="all", **parts)
+        quantized = quantize_from(decoder, statistics, chosen, scale_dtype="e4m3")
+        found[name] = bits(quantized, windows, "kv4")
+    return found
 
 
 def _fireq_spec(name: str) -> Spec:
     def measure(subject: Subject) -> Row:
         held_out = subject.tokens[:: max(1, len(subject.tokens) // _WINDOWS), :_LENGTH]
-        text = fireq_ablation.Text(subject.calibration, held_out)
-        outliers = fireq_ablation.OUTLIERS[name]
-        model = subject.decoder
-        if outliers is not None:
-            model = fireq_ablation.plant(model, outliers)
+        model = subject.decoder if name == "as_is" else plant(subject.decoder)
         # A cut model is to show that everything runs.
-        every = tuple(fireq_ablation.COLUMNS)
+        every = tuple(COLUMNS)
         columns = every if subject.sizes.layers is None else (every[0], every[-1])
-        options: Any = _SMOOTHING
         return {
-            "exact": fireq_ablation.bits(model, text, "exact", _ignore),
-            "columns": fireq_ablation.measure(model, text, options, _ignore, columns),
+            "exact": bits(model, held_out, "exact"),
+            "columns": smoothed_bits(model, subject.calibration, held_out, columns),
             "decoded": int(held_out[:, 1:].size),
         }
 
     return Spec(f"fireq/{name}", measure, quick=name == "as_is")
-
-
-def _ignore(count: int) -> None:
-    del count
 
 
 def _fireq_specs(subject: Subject) -> list[Spec]:
@@ -109,7 +151,7 @@ _TITLES = {"as_is": "the model as it is", "planted": "with moderate outliers pla
 
 def fireq_section(result: Result) -> Section:
     rows = {x: found(result, f"fireq/{x}") for x in _MODELS}
-    columns = list(fireq_ablation.COLUMNS)
+    columns = list(COLUMNS)
     lines = []
     for model, row in rows.items():
         if row is None:
@@ -117,8 +159,13 @@ def fireq_section(result: Result) -> Section:
         costs = [row["columns"].get(x) for x in columns]
         cells = ["-" if x is None else f"{x - row['exact']:+.4f}" for x in costs]
         lines.append([_TITLES[model], f"{row['exact']:.4f}", *cells])
-    paper = [f"{fireq_ablation.PAPER[x]:.2f}" for x in columns]
-    lines.append(["the paper: perplexity of Llama-3.1-8B on Wikitext-2", "-", *paper])
+    lines.append(
+        [
+            "the paper: perplexity of Llama-3.1-8B on Wikitext-2",
+            "-",
+            *(f"{x:.2f}" for x in _PAPER),
+        ]
+    )
     unit = result["texts"]["unit"]
     worse = [
         f"{column}, {_TITLES[model]} ({bits - row['columns']['none']:+.4f})"
@@ -136,7 +183,7 @@ def fireq_section(result: Result) -> Section:
 
 
 def fireq_plot(result: Result) -> "Figure":
-    groups: dict[str, dict[str, Bar]] = {column: {} for column in fireq_ablation.COLUMNS}
+    groups: dict[str, dict[str, Bar]] = {column: {} for column in COLUMNS}
     for model in _MODELS:
         row = found(result, f"fireq/{model}")
         for column, bits in {} if row is None else row["columns"].items():

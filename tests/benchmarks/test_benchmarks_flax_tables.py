@@ -1,12 +1,8 @@
 """Tables and plots of Flax's modules, of families of models and of loading."""
 
 import copy
-from pathlib import Path
-
-import pytest
 
 from benchmarks import tables
-from benchmarks.device import first_calls
 from benchmarks.suite import describe
 from benchmarks.suites import families, flax, loading
 from benchmarks.suites.attention import tables as attention_tables
@@ -159,33 +155,3 @@ def test_a_reason_cannot_break_a_table():
     row = {"name": "decode/x", "operation": "decode", "status": "failed", "reason": "a | b"}
     assert "failed: a \\| b" in attention_tables.details_table({"rows": [row]}, "decode")
     assert tables.one_line(row) == "decode/x: failed: a | b"
-
-
-def test_first_calls_of_a_made_up_result():
-    versions = {
-        "now": {"programs": 4, "seconds": 2.0, "seconds_again": 0.5},
-        "before": {"programs": 9, "seconds": 5.0, "seconds_again": 0.6},
-    }
-    made_up = {
-        **{"device": "X", "jax": "1", "date": "2000-01-01", "shape": "tiny", "generate_layers": 3},
-        **{"prompts": [10, 20], "new_tokens": 5, "serve": {"cold": 4.0, "kept": 1.0}},
-        "interrupts": [{"seconds": 0.5}, {"seconds": 1.25}],
-        "generate": {"exact": versions},
-    }
-    text = first_calls.first_calls_section("a.json", made_up)
-    assert "| exact, bf16 | rounded up | 4 | 2.0 | 2.50x | 0.5 |" in text
-    assert "| exact, bf16 | one by one | 9 | 5.0 | 1.00x | 0.6 |" in text
-    assert "2 calls of `models.generate`, prompts of 10 to 20 tokens" in text
-    assert "within 1.2 s. X, jax 1, 2000-01-01 (`benchmarks/results/a.json`)." in text
-
-
-@pytest.mark.fuzz
-def test_first_calls_are_measured(monkeypatch):
-    monkeypatch.setattr(first_calls, "LENGTHS", (20, 30))
-    found = first_calls.generate(Path.cwd(), "tiny", 1, "exact")
-    assert 0 < found["programs"] < 9
-    assert found["programs_again"] == 0
-    assert [(row["call"], row["prompt"]) for row in found["calls"]] == [
-        *(("first", 20), ("first", 30)),
-        *(("again", 20), ("again", 30)),
-    ]

@@ -1,4 +1,4 @@
-"""The suites of paged attention and of the engine: what they count, that they run, their tables."""
+"""The suites of paged attention: what they count, that they run, their tables."""
 
 import copy
 import dataclasses
@@ -13,13 +13,11 @@ from benchmarks.measuring import calls
 from benchmarks.measuring.calls import Arrays
 from benchmarks.shapes import Shape
 from benchmarks.suite import describe
-from benchmarks.suites import engine
 from benchmarks.suites.paged import cases as paged_cases
 from benchmarks.suites.paged import inputs as paged_inputs
 from benchmarks.suites.paged import suite as paged
 from benchmarks.suites.paged.inputs import Problem
 from tests.benchmarks.quick_runs import WITHOUT_HOPPER, quick_run
-from turbojax.models.engine import Request
 
 TINY = Shape("tiny", 2, 192)
 
@@ -54,8 +52,6 @@ def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
         assert f"paged-decode/llama3-8b/b16-s32768/{kind}/mosaic_gpu" in names
         assert f"paged-append/llama3-8b/b64-s4096/{kind}" in names
     assert not any("/jax" in name for name in names)
-    names = [group.name(kv_dtype) for group, kv_dtype in engine.SUITE.rows()]
-    assert names[:3] == [f"engine/llama-3-8b/short/{x}" for x in ("auto", "fp8_e4m3", "turbo4")]
 
 
 def test_bytes_and_operations():
@@ -163,104 +159,6 @@ def test_a_quick_run_measures_and_compares(tmp_path):
         )
 
 
-@pytest.mark.fuzz
-def test_a_quick_run_of_the_engine(tmp_path):
-    result = quick_run(tmp_path, "engine")
-    rows = result["rows"]
-    assert [row["kv_dtype"] for row in rows] == list(engine.KV_DTYPES)
-    [group] = engine.SUITE.quick_groups()
-    requests = group.make()
-    for row in rows:
-        assert row["status"] == "ok", row
-        assert row["new_tokens"] == sum(request.max_new_tokens for request in requests)
-        # A request that leaves the pool comes back with its tokens.
-        assert row["prompt_tokens"] == sum(len(request.tokens) for request in requests)
-        assert row["generated_per_second"] == pytest.approx(row["new_tokens"] / row["seconds"])
-        assert 0 < row["most_tokens"] <= row["token_capacity"]
-        assert row["most_sequences"] <= group.setting.slots
-        pages = row["token_capacity"] // group.setting.page_size
-        # As many pages as fit into the bytes; the counters of dropped tokens are beside them.
-        page_bytes = group.setting.page_size * row["token_bytes"]
-        assert pages == group.setting.pool_bytes // page_bytes
-        assert row["speedup_over"].keys() == {"auto"}
-    exact, _, turbo4 = rows
-    assert exact["preemptions"] > 0
-    assert turbo4["preemptions"] == 0
-    assert turbo4["most_tokens"] > exact["token_capacity"]
-    ratio = turbo4["token_capacity"] / exact["token_capacity"]
-    assert turbo4["capacity_over_auto"] == ratio
-    # 16 channels of bfloat16, against 8 bytes of codes and 2 of norm.
-    assert ratio == pytest.approx(32 / 10, rel=0.03)
-    assert "| turbo4 |" in engine.engine_table(result)
-
-
-def test_the_pool_of_the_engine_holds_what_it_must():
-    [setting] = {group.setting for group in engine.SUITE.groups()}
-    pages = {x: setting.num_pages(x) for x in engine.KV_DTYPES}
-    assert pages["auto"] * 64 == 32768
-    assert pages["fp8_e4m3"] == 2 * pages["auto"]
-    assert pages["turbo4"] >= 3.7 * pages["auto"]
-    for group in engine.SUITE.groups():
-        assert group.prompt[1] + group.new[1] <= setting.max_length
-        requests = group.make()
-        assert requests == group.make()
-        sizes = [len(request.tokens) for request in requests]
-        assert len(requests) == group.requests
-        assert group.prompt[0] <= min(sizes) < max(sizes) <= group.prompt[1]
-
-
-@pytest.mark.fuzz
-def test_an_engine_stops_in_time(monkeypatch):
-    """What was reached is a row; the time left is shared by the rows of a group."""
-    limits = []
-
-    def measure(model, group, kv_dtype, deadline):
-        limits.append(deadline)
-        return {"status": "ok"}
-
-    monkeypatch.setattr(engine, "measure", measure)
-    monkeypatch.setattr(engine.time, "monotonic", lambda: 10.0)
-    rows = engine.SUITE.rows(quick=True)
-    found = []
-    engine.SUITE.run(rows, {}, found.append, deadline=40.0)
-    assert limits == [20.0, 25.0, 40.0]
-    engine.SUITE.run(rows, {}, found.append, deadline=9.0)
-    assert {row.get("reason") for row in found[3:]} == {tables.OUT_OF_TIME}
-    stopped = engine.status_of(2, 5)
-    assert stopped["status"] == engine.STOPPED
-    assert stopped["reason"].startswith("2 of 5 requests done")
-
-
-def test_a_result_that_is_too_short_is_no_figure(monkeypatch):
-    class Broken:
-        """An engine whose requests end early."""
-
-        idle = False
-
-        def __init__(self, *_, **__):
-            self.number = -1
-
-        def add(self, request):
-            assert isinstance(request, Request)
-            self.number += 1
-            return self.number
-
-        def step(self):
-            self.idle = True
-            ended = engine.models.engine.Result((1,), "failed", 4, 0, 0, 0.0, 0.0, 0.0)
-            return [engine.Finished(0, ended)]
-
-        def statistics(self):
-            names = [f.name for f in dataclasses.fields(engine.models.engine.EngineStatistics)]
-            return engine.models.engine.EngineStatistics(**dict.fromkeys(names, 0))
-
-    monkeypatch.setattr(engine, "Engine", Broken)
-    monkeypatch.setattr(engine, "_warm_up", lambda engine: None)
-    [group] = engine.SUITE.quick_groups()
-    with pytest.raises(ArithmeticError, match="request 0 ended: failed"):
-        engine.measure(None, group, "auto", float("inf"))
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("spoil", ["nan", "page"])
 def test_a_wrong_output_is_a_failed_row(monkeypatch, spoil):
@@ -339,21 +237,6 @@ def _paged_result():
     return {**_made_up(paged), "rows": paged.SUITE.with_ratios(rows)}
 
 
-def _engine_result():
-    rows = []
-    for group, kv_dtype in engine.SUITE.rows():
-        rate = {"auto": 1000.0, "fp8_e4m3": 1500.0, "turbo4": 2000.0}[kv_dtype]
-        capacity = group.setting.num_pages(kv_dtype) * 64
-        row = {**describe(group, kv_dtype), "status": "ok", "seconds": 20.0}
-        row |= {"generated_per_second": rate, "tokens_per_second": 9 * rate, "finished": 10}
-        row |= {"token_capacity": capacity, "most_tokens": 30000, "most_sequences": 15}
-        row |= {"preemptions": 7, "steps": 1234, "compile_seconds": 30.0}
-        rows.append(row)
-    rows[-1] |= {"status": "failed", "reason": "no | memory"}
-    rows[-2] |= engine.status_of(10, 48)
-    return {**_made_up(engine), "rows": engine.with_ratios(rows)}
-
-
 def test_tables_of_a_made_up_result():
     result = _paged_result()
     table = paged.operation_table(result, paged.DECODE)
@@ -369,18 +252,10 @@ def test_tables_of_a_made_up_result():
     table = paged.operation_table(result, paged.CHUNK)
     assert "| 4 x 8k, 64 queries | bf16 | triton | 1,500 |" in table
     assert table.endswith(f"rows were not run: {tables.OUT_OF_TIME}.")
-    engine_table = engine.engine_table(_engine_result())
-    first = "| 96 x 1,500 to 2,500, 128 to 256 new | turbo4 | 2,000 | 2.00x | 18,000 | 20.0 |"
-    assert first in engine_table
-    assert "| 127,040 | 3.88x | 30,000 | 15 | 7 | 1,234 |" in engine_table
-    assert "| 1,500 | - | 13,500 | 20.0 (10 of 48) | 65,536 | 2.00x |" in engine_table
-    assert "| failed: no \\| memory |" in engine_table
-    for text in (table.rpartition("\n\n")[0], engine_table):
-        assert len({line.replace("\\|", "").count("|") for line in text.splitlines()}) == 1
+    text = table.rpartition("\n\n")[0]
+    assert len({line.replace("\\|", "").count("|") for line in text.splitlines()}) == 1
     lines = [tables.one_line(row) for row in result["rows"]]
-    lines += [tables.one_line(row) for row in _engine_result()["rows"]]
     assert any("3.50x cudnn" in line for line in lines)
-    assert any("pool holds 127,040" in line for line in lines)
 
 
 def test_sections_of_a_made_up_result():
@@ -391,7 +266,6 @@ def test_sections_of_a_made_up_result():
     assert "Reading and writing 1 GiB: 3,000 GB/s. A product" in sections["paged append"]
     line = "| 64 x 4k | 700 | 750 (0.93x) | 400 (1.75x) | 200 (3.50x) |"
     assert line in sections["paged summary"]
-    assert "](engine.png)" in engine.SUITE.tables["engine"]("x.json", _engine_result())
 
 
 def test_bars_of_a_result_that_is_not_complete():
@@ -412,9 +286,3 @@ def test_bars_of_a_result_that_is_not_complete():
         row.get("speedup_over", {}).pop("cudnn", None)
     assert paged.speed_bars(without) == {}
     paged.speed_plot(without)
-    made = _engine_result()
-    bars = engine.engine_bars(made)
-    assert bars["new tokens per second,\n128 to 256 a request"]["turbo4"] == (2.0, "2,000")
-    assert bars["tokens the pool holds"]["turbo4"][1] == "127,040"
-    made["rows"] = []
-    engine.plot(made)

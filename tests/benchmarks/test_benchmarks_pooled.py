@@ -12,7 +12,7 @@ import pytest
 
 import turbojax as tj
 from benchmarks import __main__ as command
-from benchmarks import pooled_training, readme, report, suite, tables, timing
+from benchmarks import readme, report, suite, tables, timing
 from benchmarks.measuring.steps import compile_side_by_side
 from benchmarks.shapes import Shape
 from benchmarks.suites.pooled import suite as pooled
@@ -185,37 +185,6 @@ def _log(kind, seconds):
     }
 
 
-def test_policies_beside_one_dense_run(tmp_path):
-    dense, near, slow = _log("dense", 8.0), _log("pooled", 4.0), _log("pooled", 7.0)
-    near["identity"]["attention"] |= {"policy": "TopK(near=256)", "query_samples": 8}
-    slow["identity"]["attention"] |= {"policy": "LocalWindow()", "dense_layers": 1}
-    for name, log in {"dense": dense, "near": near, "slow": slow}.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(log))
-    out = tmp_path / "pooled_training_policies_2000-01-01.json"
-    paths = [str(tmp_path / f"{name}.json") for name in ("dense", "near", "slow")]
-    pooled_training.main(["--out", str(out), *paths])
-    found = report.page_tables(tmp_path)
-    assert list(found) == ["pooled training policies"]
-    table = found["pooled training policies"]()
-    row = "| 0.250 | 2.00x | 1.0000 | 1.0000 | 1.0000 | 0.9167 |"
-    assert f"| `TopK(near=256)`, 8 samples a block {row}" in table
-    assert "| `LocalWindow()`, 1 of the first layers dense | 0.250 | 1.14x |" in table
-    assert "1.8 times the speed or more: those at density 0.250. a device, jax 0" in table
-    with pytest.raises(ValueError, match="1 runs must be at least 2"):
-        pooled_training.policies([dense])
-    with pytest.raises(ValueError, match="a dense one, then pooled ones: pooled, dense"):
-        pooled_training.policies([near, dense])
-    elsewhere = {**slow, "environment": {**slow["environment"], "device": "another"}}
-    with pytest.raises(ValueError, match="must be of one device: a device, another"):
-        pooled_training.policies([dense, elsewhere])
-    del slow["held_out_bits_per_byte"]
-    with pytest.raises(ValueError, match="must have ended, not stopped after 4 steps"):
-        pooled_training.policies([dense, slow])
-    near["identity"]["stream_sha256"] = "1"
-    with pytest.raises(ValueError, match="stream_sha256 of the runs must be the same"):
-        pooled_training.policies([dense, near])
-
-
 @pytest.mark.fuzz
 def test_report_round_trip(result, tmp_path, monkeypatch):
     from turbojax import finetune
@@ -334,3 +303,11 @@ def test_prose_agrees_with_the_results():
         f"at {windows['comparisons'][1]['speedup']:.2f} times the speed of dense",
     ]
     assert [figure for figure in figures if figure not in text] == []
+
+
+def test_prose_agrees_with_the_times_of_video():
+    """docs/video.md: what choosing the levels took."""
+    _, result = report.newest(readme.RESULTS, ("pooled_video",))
+    chosen = [row["us"] for row in result["rows"] if row["operation"] == "pooled-select"]
+    text = f"took {min(chosen):.0f} to {max(chosen):.0f} us"
+    assert text in docs_text("video.md")

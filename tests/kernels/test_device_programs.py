@@ -1,4 +1,4 @@
-"""`benchmarks.device`: sanitizers, registers, launches, texts of programs; what is printed."""
+"""`benchmarks.device`: sanitizers, registers, texts of programs; what is printed."""
 
 import functools
 import importlib.util
@@ -10,13 +10,9 @@ import types
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from benchmarks.device import launches, programs, registers, sanitize, sanitizer_cases, traced
-from benchmarks.device.sanitize import as_on_an_h100
-from benchmarks.shapes import Shape
-from benchmarks.suites.attention.prefill import Inputs
+from benchmarks.device import registers, sanitize, sanitizer_cases, traced
 
 KERNELS = Path(__file__).parents[2] / "pallas_kernels"
 
@@ -226,28 +222,6 @@ def test_without_the_plugin_it_says_what_it_needs():
     assert jax.devices()[0].platform == "cpu"
 
 
-PROGRAM = """HloModule jit_step
-
-%fused (p: f32[8]) -> f32[8] {
-  %p = f32[8] parameter(0)
-  ROOT %copy.9 = f32[8] copy(%p)
-}
-
-ENTRY %main (a: f32[8], b: f32[8]) -> f32[8] {
-  %a = f32[8] parameter(0)
-  %loop_add_fusion.1 = f32[8]{0} fusion(%a, %a), kind=kLoop, calls=%fused
-  %mpmd_map.3.0 = (f32[8], f32[8]) custom-call(%loop_add_fusion.1), custom_call_target="mosaic"
-  %get = f32[8] get-tuple-element(%mpmd_map.3.0), index=0
-  ROOT %loop_add_fusion.2 = f32[8]{0} fusion(%get, %a), kind=kLoop, calls=%fused
-}
-"""
-
-
-def test_kernels_of_a_program():
-    """Of the entry alone, and nothing that runs no kernel."""
-    assert programs.kernels(PROGRAM) == {"loop_add_fusion": 2, "mpmd_map": 1}
-
-
 CASE = "^plain append, 4 bits$"
 
 
@@ -291,57 +265,3 @@ def test_kernels_and_public_operations_are_cases():
     names = [name for name, _ in traced.cases()]
     assert len(names) == len(set(names)) == len({traced.path_of(traced.Path(), x) for x in names})
     assert {"prompts, fp8, 128", "plain decode, 4 bits"} <= set(names)
-
-
-def test_the_default_comes_first_and_cudnn_before_it():
-    rows = list(launches.rows(""))
-    for shape in launches.SHAPES:
-        mine = [(name, change) for at, name, change in rows if at == shape]
-        assert mine[:2] == [("cudnn", None), ("cudnn e4m3", None)]
-        for name in launches.CONFIGS:
-            of_one = [change for at, change in mine if at == name]
-            assert of_one[0] == {}
-            assert {"ping_pong": True} in of_one or {"ping_pong": False} in of_one
-            assert len({str(change) for change in of_one}) == len(of_one)
-
-
-def test_a_pattern_keeps_the_peers():
-    rows = list(launches.rows("b2-s8192 fp8 .*ping_pong"))
-    assert {at for at, *_ in rows} == {launches.SHAPES[0]}
-    assert {name for _, name, _ in rows} == {"cudnn", "cudnn e4m3", "fp8"}
-    assert all(change is None or "ping_pong" in change for _, _, change in rows)
-
-
-@pytest.mark.quick(slow=2)
-@pytest.mark.parametrize("model", ["llama3-8b", "mha-16-narrow", "gemma2-9b"])
-def test_every_launch_lowers(model):
-    """For an H100 that is not there, with few tokens."""
-    import jax
-
-    inputs = Inputs(Shape(model, 1, 200, is_causal=True))
-    for name, config in launches.CONFIGS.items():
-        for change in launches.changes(inputs.shape, config):
-            with as_on_an_h100():
-                call, arguments, output = launches._ours(name, change, inputs)
-                traced = jax.jit(lambda *x, c=call, o=output: o(c(*x))).trace(*arguments)
-                lowered = traced.lower(lowering_platforms=("cuda",))
-            assert "turbojax_attention_hopper" in str(traced.jaxpr)
-            assert lowered.out_info.shape == inputs.query.shape
-            assert lowered.out_info.dtype == jnp.bfloat16
-
-
-@pytest.mark.slow
-def test_gradients_lower():
-    import jax
-
-    inputs = Inputs(Shape("tiny", 1, 200, is_causal=True))
-    for name in launches.GRADIENTS:
-        with as_on_an_h100():
-
-            def both(name=name):
-                call, arguments, output = launches._gradient(name, {"ping_pong": True}, inputs)
-                return output(call(*arguments))
-
-            traced = jax.jit(both).trace()
-            traced.lower(lowering_platforms=("cuda",))
-        assert "turbojax_key_gradient_hopper" in str(traced.jaxpr)

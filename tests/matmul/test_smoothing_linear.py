@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks.cache_quality import held_out_windows
 from tests.matmul.test_smoothing_folding import random_layer
-from turbojax import models
+from turbojax import evaluation, models
 from turbojax import smoothing as sm
+from turbojax.finetune.documents import read_held_out
 from turbojax.models import causal_attention
 from turbojax.rotary import Rope, rotate
 from turbojax.smoothing import channel_absmean_scale, per_tensor_scale
@@ -410,7 +410,8 @@ class Sample:
 @pytest.fixture(scope="module")
 def samples() -> list[Sample]:
     decoder = models.unstack(models.load(dtype=jnp.float32))
-    tokens = jnp.asarray(held_out_windows(TOKENS, 1)["argparse.py"][:, :TOKENS])
+    texts = read_held_out(["argparse.py"])
+    tokens = jnp.asarray(evaluation.windows(texts, TOKENS, 1)["argparse.py"][:, :TOKENS])
     found = []
     for i in LAYERS:
         params = decoder.layers[i]

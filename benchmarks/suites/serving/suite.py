@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from benchmarks import plots, tables
-from benchmarks.suite import Asked, Measure, Rows, Suite, each
+from benchmarks.suite import Asked, Measure, Rows, Shown, Suite, each
 from benchmarks.suites.paged.suite import KV_DTYPES as DTYPE_NAMES
 from benchmarks.suites.serving import cases, engines
 from benchmarks.suites.serving.cases import OPERATION, STOPPED, Case, Group
@@ -191,6 +191,43 @@ _COLUMNS = (
 
 def serving_table(result: Result) -> str:
     return tables.rows_table(result["rows"], _NAMES, _COLUMNS, measured=("ok", STOPPED))
+
+
+# An earlier suite: requests of random lengths through an engine with a pool of fixed size. Today's
+# group ``pages`` measures the same of longer prompts.
+_ENGINE_NAMES = (
+    ("requests", lambda row: _asked(row)),
+    ("pages", lambda row: DTYPE_NAMES[row["kv_dtype"]]),
+)
+_ENGINE_COLUMNS = (
+    ("new tokens per second", tables.shown_as("generated_per_second", "{:,.0f}")),
+    *tables.over({"auto": "over bf16"}),
+    ("with prompts", tables.shown_as("tokens_per_second", "{:,.0f}")),
+    ("seconds", tables.shown_as("seconds", "{:.1f}")),
+    ("pool holds, tokens", tables.shown_as("token_capacity", "{:,}")),
+    ("over bf16", tables.shown_as("capacity_over_auto", "{:.2f}x")),
+    ("most held", tables.shown_as("most_tokens", "{:,}")),
+    ("sequences", tables.shown_as("most_sequences", "{}")),
+    ("preemptions", tables.shown_as("preemptions", "{}")),
+    ("steps", tables.shown_as("steps", "{:,}")),
+)
+
+
+def _asked(row: Row) -> str:
+    prompt, new = ("{:,} to {:,}".format(*row[name]) for name in ("prompt", "new"))
+    return f"{row['requests']} x {prompt}, {new} new"
+
+
+def engine_section(name: str, result: Result) -> str:
+    text = tables.rows_table(result["rows"], _ENGINE_NAMES, _ENGINE_COLUMNS)
+    by = "Measured by `benchmarks/suites/engine.py` of commit bb914283."
+    picture = tables.picture(
+        "engine.png", "The engine with a pool of one size: new tokens per second and tokens held"
+    )
+    return f"{picture}{text}\n\n{tables.source(name, result)} {by}"
+
+
+ENGINE = Shown(("engine",), {"engine": engine_section})
 
 
 def bars(result: Result) -> plots.Ratios:

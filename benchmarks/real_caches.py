@@ -1,32 +1,25 @@
-"""Attributes what a 4-bit cache costs to its parts, and tries repairs, on a real language model.
+"""What caches cost a real language model, and what it finds again through them.
 
-`python -m benchmarks.attribution --model smollm2 --out benchmarks/results/attribution_DATE.json`
+`python -m benchmarks.real_caches --model smollm2 --out benchmarks/results/real_caches_DATE.json`
 
-Windows of text pass the model once for each row; a file that is there is gone on with. On one H200
-48 windows of 4,096 tokens take 6 s a row. With ``--caches 4bit,kivi4``, or ``all``, the rows are
-these caches, as they are used, in place of simulations; a name may be a file's that
-`turbojax calibrate` wrote. With ``--recall`` the rows are what is found again through them.
+Windows of text are read through each cache as it is used; a file that is there is gone on with.
+``--caches 4bit,kivi4`` picks some; a name may be a file's that `turbojax calibrate` wrote. With
+``--recall all``, or some, the rows are what is found again through them.
 """
 
-import functools
-import math
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from rich.progress import Progress
 
-from benchmarks import machine, stored
-from benchmarks.attribution.attending import Variant
-from benchmarks.attribution.rows import GROUPS
+from benchmarks import machine, stored, tables
+from benchmarks.suite import Shown
+from benchmarks.tables import Result
 from turbojax import evaluation, models
 from turbojax.evaluation.recall import RecallMeasure
-from turbojax.evaluation.texts import bootstrap
 from turbojax.models.text.tokenizer import load_tokenizer
 
 CACHES = (
@@ -142,68 +135,6 @@ def read_windows(model: str, tokens: int, count: int, skip: int = 0) -> dict[str
     return found
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "variant"))
-def _log_probabilities(
-    graph: Any, state: Any, tokens: jax.Array, is_on: jax.Array, variant: Variant
-) -> jax.Array:
-    """Of the next token at the steps that are decoded: ``[B, T / 2, V]``."""
-    logits, _ = nnx.merge(graph, state)(tokens, attend=variant, caches=is_on)
-    return jax.nn.log_softmax(logits[:, tokens.shape[1] // 2 :], axis=-1)
-
-
-@jax.jit
-def _compare(got: jax.Array, exact: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
-    """Bits of the targets, those of the exact model, the divergence, whether choices are equal."""
-    bits = (
-        jnp.take_along_axis(x, targets[..., None], axis=-1)[..., 0] * (-1 / math.log(2))
-        for x in (got, exact)
-    )
-    divergence = jnp.sum(jnp.exp(exact) * (exact - got), axis=-1) * (1 / math.log(2))
-    return (*bits, divergence, jnp.argmax(got, axis=-1) == jnp.argmax(exact, axis=-1))
-
-
-class Subject:
-    """A model and its windows; exact log-probabilities are computed once."""
-
-    def __init__(
-        self, model: models.Transformer, windows: dict[str, np.ndarray], batch: int
-    ) -> None:
-        self.layers = model.config.num_layers
-        self.graph, self.state = nnx.split(model)
-        self.windows, self.batch = windows, batch
-        self._exact: dict[tuple[str, int], np.ndarray] = {}
-
-    def row(self, variant: Variant, samples: int = 2000) -> dict[str, Any]:
-        is_on = jnp.asarray([not variant.layers or i in variant.layers for i in range(self.layers)])
-        run = functools.partial(_log_probabilities, self.graph, self.state)
-        exact = Variant("exact", key="exact", value="exact", products=False)
-        found: dict[str, list[list[np.ndarray]]] = {}
-        for name, windows in self.windows.items():
-            for first in range(0, len(windows), self.batch):
-                part = jnp.asarray(windows[first : first + self.batch])
-                inputs, key = part[:, :-1], (name, first)
-                if key not in self._exact:
-                    everywhere = jnp.ones(self.layers, bool)
-                    self._exact[key] = np.asarray(run(inputs, everywhere, exact))
-                targets = part[:, inputs.shape[1] // 2 + 1 :]
-                compared = _compare(run(inputs, is_on, variant), self._exact[key], targets)
-                found.setdefault(name, []).append([np.asarray(x) for x in compared])
-        joined = {
-            name: [np.concatenate(x) for x in zip(*parts, strict=True)]
-            for name, parts in found.items()
-        }
-        costs = {name: (x[0] - x[1]).mean(axis=1) for name, x in joined.items()}
-        every = np.concatenate(list(costs.values()))
-        return {
-            "cost": float(every.mean()),
-            "interval": bootstrap(every, samples=samples).ends,
-            "cost_by_text": {name: float(x.mean()) for name, x in costs.items()},
-            "exact_bits": float(np.mean([x[1].mean() for x in joined.values()])),
-            "divergence": float(np.mean([x[2].mean() for x in joined.values()])),
-            "same_choice": float(np.mean([x[3].mean() for x in joined.values()])),
-        }
-
-
 def _measure(
     rows: Caches | Recall, names: str, every: Sequence[str], result: Any, place: str, out: Path
 ) -> None:
@@ -218,16 +149,12 @@ def _measure(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = stored.parser(__doc__)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a window; a multiple of 128")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a window")
     parser.add_argument("--windows", type=int, default=24, help="of each text, at most")
     parser.add_argument("--skip", type=int, default=0, help="the first windows of each text")
-    parser.add_argument("--batch", type=int, default=2, help="windows that run at once")
-    parser.add_argument("--rows", type=int, help="the first rows of each group alone")
-    parser.add_argument("--caches", default="", help="comma separated: these, and no simulations")
+    parser.add_argument("--caches", default="all", help="comma separated")
     parser.add_argument("--recall", default="", help="comma separated: what these find again")
     given = parser.parse_args(arguments)
-    if given.tokens < 128 or given.tokens % 128:
-        parser.error(f"--tokens {given.tokens} must be a positive multiple of 128")
     if given.skip < 0:
         parser.error(f"--skip {given.skip} must be at least 0")
     here = machine.describe()
@@ -242,30 +169,78 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     if old is not None and old["settings"] != settings:
         parser.error(f"{given.out} is of other settings: {old['settings']}, not {settings}")
-    result = {**here, "settings": settings, "rows": {} if old is None else old["rows"]}
-    result["caches"] = {} if old is None else old.get("caches", {})
-    result["recall"] = {} if old is None else old.get("recall", {})
-    if given.caches or given.recall:
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-        decoder = models.load_decoder(given.model, dtype=dtype)
-        if given.caches:
-            rows: Any = Caches(decoder, windows, min(DECODED, given.tokens // 2))
-            _measure(rows, given.caches, CACHES, result, "caches", given.out)
-        if given.recall:
-            rows = Recall(decoder, load_tokenizer(given.model), windows)
-            _measure(rows, given.recall, RECALLED, result, "recall", given.out)
-        return
-    with jax.default_matmul_precision("highest"):
-        decoder = models.load(given.model, dtype="float32")
-        subject = Subject(decoder, windows, given.batch)
-        variants = [v for group in GROUPS.values() for v in group[: given.rows]]
-        with Progress() as progress:
-            task = progress.add_task("rows", total=len(variants))
-            for variant in variants:
-                if variant.name not in result["rows"]:
-                    result["rows"][variant.name] = subject.row(variant)
-                    stored.write(given.out, result)
-                progress.advance(task, 1)
+    result = {**here, "settings": settings}
+    result |= {place: {} if old is None else old.get(place, {}) for place in ("caches", "recall")}
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    decoder = models.load_decoder(given.model, dtype=dtype)
+    if given.recall:
+        recall = Recall(decoder, load_tokenizer(given.model), windows)
+        _measure(recall, given.recall, RECALLED, result, "recall", given.out)
+    else:
+        rows = Caches(decoder, windows, min(DECODED, given.tokens // 2))
+        _measure(rows, given.caches, CACHES, result, "caches", given.out)
+
+
+def caches_table(name: str, result: Result) -> str:
+    """What caches cost, with intervals, on each text, that of the least loss first; their sizes."""
+    rows = result["caches"]
+    lines = [
+        [*cost_cells(f"`{cache}`", rows[cache]), f"{rows[cache]['compression']:.2f}x"]
+        for cache in sorted(rows, key=lambda x: rows[x]["cost"])
+    ]
+    header = ["cache", *cost_header(rows), "smaller"]
+    return f"{tables.table(header, lines)}\n\n{tables.source(name, result)}"
+
+
+def recall_table(name: str, result: Result) -> str:
+    """Bits per token of right answers at the longest context, and how many are written whole."""
+    rows = result["recall"]
+    kinds = [kind for kind in _ASKED if kind in next(iter(rows.values()))]
+    longest = max(cell["length"] for cell in next(iter(rows.values()))[kinds[0]]["cells"])
+    lines = [
+        [f"`{cache}`", *(_recalled(row[kind], longest) for kind in kinds)]
+        for cache, row in rows.items()
+    ]
+    header = [f"{longest:,} tokens", *(_ASKED[kind] for kind in kinds)]
+    return f"{tables.table(header, lines)}\n\n{tables.source(name, result)}"
+
+
+_ASKED = {
+    "copy": "copy",
+    "key_value": "value of a key",
+    "needle": "sentence in a text",
+    "chat": "sentence in a chat",
+}
+
+
+def _recalled(row: Result, length: int) -> str:
+    cells = [cell for cell in row["cells"] if cell["length"] == length]
+    bits, whole = (np.mean([cell[x] for cell in cells]) for x in ("bits", "whole"))
+    return f"{bits:.2f} ({whole:.0%})"
+
+
+def cost_header(rows: Result) -> list[str]:
+    texts = next(iter(rows.values()))["cost_by_text"]
+    return ["bits per token [95 %]", *texts, "KL", "same choice"]
+
+
+def cost_cells(label: str, row: Result) -> list[str]:
+    ends = row["interval"]
+    interval = f" [{ends[0]:+.4f}, {ends[1]:+.4f}]" if ends else ""
+    return [
+        label,
+        f"{row['cost']:+.4f}{interval}",
+        *(f"{x:+.4f}" for x in row["cost_by_text"].values()),
+        f"{row['divergence']:.4f}",
+        f"{row['same_choice']:.1%}",
+    ]
+
+
+SHOWN = (
+    Shown(("real_caches",), {"real caches": caches_table}),
+    Shown(("real_caches_other",), {"real caches other": caches_table}),
+    Shown(("real_recall",), {"real recall": recall_table}),
+)
 
 
 if __name__ == "__main__":
