@@ -377,16 +377,6 @@ def test_what_lies_past_the_lengths_never_changes_a_bit(implementation, mode):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.fuzz
-def test_the_room_left_does_not_matter():
-    """The same tokens in a longer cache: grouped otherwise, merged to the same result."""
-    short, long = (
-        decode(queries(1, 3, 2), under(filled(HALF, (0, 0), (100, 30), 2, 64, max_length=n)))[0]
-        for n in (101, 1500)
-    )
-    np.testing.assert_allclose(short, long, atol=2e-6)
-
-
 @pytest.mark.quick(1, slow=0)
 @pytest.mark.optimized
 @bits

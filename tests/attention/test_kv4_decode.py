@@ -11,7 +11,7 @@ import pytest
 import turbojax as tj
 from tests import oracles
 from tests.caches.cache_helpers import assert_same_bits
-from tests.contracts.implementations import interpreted, kernel_is_slow
+from tests.contracts.implementations import interpreted
 from turbojax.caches.token_scaled import cache as kv4
 
 UNIT = 2.0**-24
@@ -344,32 +344,6 @@ def check_beyond_the_length(kind, call, dim=32):
 @kernel_is_quick
 def test_what_stands_beyond_the_length_is_not_seen(kind, implementation):
     check_beyond_the_length(kind, run(implementation))
-
-
-@pytest.mark.fuzz
-@kernel_is_slow
-def test_transforms(implementation):
-    """Eager and jitted, vmap over layers, scan: the same numbers; twice the same bits.
-
-    Plain JAX has the same bits eager and jitted; the interpreted kernel is another program then.
-    """
-    caches = [filled("kv4", 2, 16, lengths, room=8) for lengths in ((20, 4), (20, 9))]
-    stacked = jax.tree.map(lambda *x: np.stack(x), *caches)
-    query = normal(9, (2, 2, 1, 4, 16))
-    call, one = run(implementation), functools.partial(tj.decode, implementation=implementation)
-    want = [np.asarray(call(q, c)) for q, c in zip(query, caches, strict=True)]
-    np.testing.assert_array_equal(call(query[0], caches[0]), want[0])
-    with interpreted(implementation):
-        eager = np.asarray(one(query[0], caches[0]))
-        np.testing.assert_array_equal(one(query[0], caches[0]), eager)
-        mapped = jax.jit(jax.vmap(one))(query, stacked)
-        scan = jax.jit(lambda *xs: jax.lax.scan(lambda c, x: (c, one(*x)), None, xs)[1])
-        scanned = scan(query, stacked)
-    if implementation == "xla":
-        np.testing.assert_array_equal(eager, want[0])
-    np.testing.assert_allclose(eager, want[0], atol=1e-6)
-    np.testing.assert_allclose(mapped, np.stack(want), atol=1e-6)
-    np.testing.assert_allclose(scanned, np.stack(want), atol=1e-6)
 
 
 def test_memory_does_not_grow_with_the_dequantized_cache():

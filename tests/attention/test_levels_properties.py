@@ -2,8 +2,6 @@
 
 import functools
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,58 +29,6 @@ BLOCKS = {"block_q": 16, "block_kv": 16}
 def _normal(seed, shape, dtype=jnp.float32):
     # From numpy: jax would compile a generator for every shape.
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype))
-
-
-def _visible(shape, blocks, is_causal, query_length, key_length):
-    """Which pairs of blocks hold a query that sees a key, token by token."""
-    query = np.arange(shape[0] * blocks[0])
-    key = np.arange(shape[1] * blocks[1])
-    seen = (query[:, None] < query_length) & (key[None, :] < key_length)
-    if is_causal:
-        seen &= key[None, :] <= query[:, None]
-    return seen.reshape(shape[0], blocks[0], shape[1], blocks[1]).any((1, 3))
-
-
-@pytest.mark.fuzz
-@hypothesis.settings(max_examples=12)
-@hypothesis.given(
-    data=st.data(),
-    policy=st.sampled_from(POLICIES),
-    is_causal=st.booleans(),
-    blocks=st.sampled_from([(16, 16), (8, 24), (48, 8)]),
-    sizes=st.sampled_from([(70, 70), (33, 130), (130, 33), (1, 1)]),
-    seed=st.integers(0, 3),
-)
-def test_invariants(data, policy, is_causal, blocks, sizes, seed):
-    lengths = [data.draw(st.integers(0, size), label="length") for size in sizes]
-    query, key = _normal(seed, (1, sizes[0], 2, 8)), _normal(seed + 9, (1, sizes[1], 1, 8))
-    options = {"block_q": blocks[0], "block_kv": blocks[1], "is_causal": is_causal}
-    arrays = {
-        "query_seq_lengths": jnp.array(lengths[:1]),
-        "key_value_seq_lengths": jnp.array(lengths[1:]),
-    }
-    levels = np.asarray(tj.select_levels(query, key, policy, **options, **arrays))
-    shape = -(-sizes[0] // blocks[0]), -(-sizes[1] // blocks[1])
-    assert levels.shape == (1, 2, *shape)
-    assert levels.dtype == np.int8
-    assert set(np.unique(levels)) <= {0, 1, 2, 4, 8}
-    visible = _visible(shape, blocks, is_causal, *lengths)
-    assert not levels[0, :, ~visible].any()
-    seeing = visible.any(-1)
-    assert (levels[0, :, seeing] == 1).any(-1).all()
-    if is_causal:
-        queries = np.arange(shape[0])[:, None] * blocks[0]
-        own = np.arange(1, shape[1] + 1)[None, :] * blocks[1] > queries
-        if not isinstance(policy, Strided | LocalWindow):
-            own[:, 0] = True
-        assert (levels[0, :, own & visible] == 1).all()
-    # What lies past the lengths changes nothing.
-    poison = [
-        jnp.arange(size)[None, :, None, None] >= n for size, n in zip(sizes, lengths, strict=True)
-    ]
-    query, key = (jnp.where(p, jnp.nan, x) for p, x in zip(poison, (query, key), strict=True))
-    again = tj.select_levels(query, key, policy, **options, **arrays)
-    assert np.array_equal(again, levels)
 
 
 @pytest.mark.quick(1)

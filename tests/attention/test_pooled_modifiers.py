@@ -31,7 +31,7 @@ from tests.attention.pooled_helpers import (
 from turbojax import models
 from turbojax._device import interpret_kernels
 from turbojax.app.main import app
-from turbojax.levels import LocalWindow, SimilarityCap, Threshold
+from turbojax.levels import LocalWindow, Threshold
 from turbojax.models import PooledAttention, pooled_by_name
 from turbojax.models.generation import session as generation
 
@@ -137,15 +137,6 @@ def test_half_precision_and_float32_parts():
     check(case, "xla", jnp.bfloat16, jnp.float32)
 
 
-@pytest.mark.fuzz
-@pytest.mark.parametrize(
-    ("blocks", "parts"), [({"block_q": 16, "block_kv": 64}, None), ({}, jnp.float32)]
-)
-def test_half_precision_and_float32_parts_of_triton(blocks, parts):
-    case = dataclasses.replace(CASES["sinks, segments, offsets, lengths"], **blocks)
-    check(case, "triton", jnp.bfloat16, parts)
-
-
 @pytest.mark.slow
 def test_packed_documents_are_as_alone():
     """Also where they end within a block, where their levels are all 1."""
@@ -237,25 +228,6 @@ def test_a_sink_of_minus_infinity_is_none():
     assert not np.asarray(got[1][-1]).any()
 
 
-@pytest.mark.fuzz
-def test_vmap_and_second_derivatives():
-    case = CASES["segments"]
-    arrays = operands(case)
-    static, given = api_options(case)
-
-    def one(q, k, v, levels, ids):
-        more = {"query_segment_ids": ids, "key_value_segment_ids": ids}
-        sinks = jnp.zeros(4)
-        return tj.pooled_attention(q, k, v, levels, **dict(static), **more, sinks=sinks)
-
-    ids = given["query_segment_ids"]
-    want = jax.jit(one)(*arrays[:4], ids)
-    got = jax.jit(jax.vmap(one))(*(x[:, None] for x in (*arrays[:4], ids)))
-    np.testing.assert_allclose(got[:, 0], want, atol=1e-6)
-    with pytest.raises(NotImplementedError, match="only first derivatives"):
-        jax.grad(lambda q: jax.grad(lambda q: one(q, *arrays[1:4], ids).sum())(q).sum())(arrays[0])
-
-
 Q = jnp.zeros((2, 16, 4, 8))
 BAD = {
     "query_segment_ids need key_value_segment_ids": {"query_segment_ids": jnp.zeros((2, 16), int)},
@@ -280,7 +252,6 @@ def test_error_names_value_and_requirement(words):
             tj.select_levels(Q, Q, tj.levels.TopK(), **bad)
 
 
-COMPRESSED = tj.TurboConfig(block_kv=16, buffer_size=16, block_q=16)
 EVERYTHING = PooledAttention(LocalWindow(4096, (4096, 4096, None)), 32, 32)
 LOCAL = pooled_by_name("window", window=32, block_size=32)
 
@@ -324,22 +295,6 @@ def test_level_1_everywhere_generates_what_exact_attention_does(shallow):
 
 
 @pytest.mark.fuzz
-def test_prompt_is_cached_token_by_token(model):
-    """What the first layer caches does not depend on attention, whatever the levels are."""
-    tokens = _tokens(1, 200)
-    dense = models.start(model, tokens, max_length=208, cache=COMPRESSED)
-    pooled = models.start(model, tokens, max_length=208, cache=COMPRESSED, pooled_prefill=LOCAL)
-    for a, b in zip(
-        jax.tree.leaves(dense.caches.layers[0]),
-        jax.tree.leaves(pooled.caches.layers[0]),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(a, b)
-    assert int(pooled.caches.layers[1].lengths[0]) == 200
-    assert float(jnp.max(jnp.abs(pooled.logits - dense.logits))) > 1e-3
-
-
-@pytest.mark.fuzz
 def test_logits_are_those_of_a_forward_pass_with_pooled_attention(shallow):
     """All prompts at once, or in turn."""
     tokens = _tokens(2, 150)
@@ -356,20 +311,6 @@ def test_logits_are_those_of_a_forward_pass_with_pooled_attention(shallow):
             a, b = (np.asarray(x, np.float32) for x in (a, b))
             np.testing.assert_allclose(a, b, rtol=2**-7, atol=bound)
         np.testing.assert_array_equal(one.lengths, two.lengths)
-
-
-@pytest.mark.fuzz
-def test_a_padded_prompt_generates_what_it_generates_alone(shallow):
-    tokens, lengths = _tokens(2, 100), (100, 7)
-    pooled = PooledAttention(SimilarityCap(LocalWindow(16, (32, 64, None))), 16, 16)
-    options = {"max_length": 120, "cache": COMPRESSED, "pooled_prefill": pooled}
-
-    def generate(tokens, lengths):
-        session = models.start(shallow, tokens, lengths=jnp.array(lengths), **options)
-        return np.stack(list(generation.stream(session, 20)), axis=1)
-
-    together, alone = generate(tokens, lengths), generate(tokens[1:, :7], (7,))
-    np.testing.assert_array_equal(together[1], alone[0])
 
 
 @pytest.mark.parametrize(

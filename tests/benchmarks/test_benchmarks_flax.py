@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import loading_worker, tables, timing
+from benchmarks import loading_worker, timing
 from benchmarks.measuring import steps
 from benchmarks.suites import families, flax, loading
 from tests.benchmarks.quick_runs import quick_run
@@ -231,17 +231,6 @@ def test_wrong_logits_are_a_failed_row(monkeypatch):
     )
     assert [row["status"] for row in found] == ["ok", "failed"]
     assert "the logits are wrong" in found[1]["reason"]
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("suite", SUITES.values(), ids=list(SUITES))
-def test_no_row_is_begun_late(suite, monkeypatch):
-    monkeypatch.setattr(steps, "compile_groups", None)
-    monkeypatch.setattr(loading, "write", None)
-    found = []
-    suite.run(suite.rows(quick=True), {}, found.append, deadline=-1.0)
-    assert {row["reason"] for row in found} == {tables.OUT_OF_TIME}
-    assert {row["status"] for row in found} == {"not run"}
 
 
 # Whole runs ---------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The suite of pooled attention: its maps of levels, that it runs, and its tables and plots."""
 
 import concurrent.futures
-import copy
 import functools
 import json
 
@@ -16,7 +15,7 @@ from benchmarks import readme, report, suite, tables, timing
 from benchmarks.measuring.steps import compile_side_by_side
 from benchmarks.shapes import Shape
 from benchmarks.suites.pooled import suite as pooled
-from tests.tools.docs_helpers import copied_docs, docs_text
+from tests.tools.docs_helpers import docs_text
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -146,80 +145,6 @@ def test_a_wrong_output_is_a_failed_row(monkeypatch):
     late = []
     pooled.SUITE.run(rows, {}, late.append, deadline=-1.0)
     assert {row["reason"] for row in late} == {tables.OUT_OF_TIME}
-
-
-def _with_gpu_rows(result):
-    """The result with figures that only a GPU gives: ours four times as fast as cuDNN."""
-    result = copy.deepcopy(result)
-    result["rows"] = [
-        row for row in result["rows"] if row["status"] == "ok" or row["implementation"]
-    ]
-    for operation, us in ((pooled.FORWARD, 4000.0), (pooled.GRADIENT, 16000.0)):
-        ours = [row for row in result["rows"] if row["operation"] == operation]
-        for row in ours:
-            row |= {"us": us / 4} if row["status"] == "ok" else {}
-        like = next(row for row in ours if row["method"] == "all-1")
-        name = like["name"].replace("all-1/xla", "cudnn")
-        dense = {**like, "name": name, "method": "cudnn", "implementation": None, "us": us}
-        result["rows"].append(dense)
-    result["rows"] = pooled.SUITE.with_ratios(result["rows"])
-    return result
-
-
-def _log(kind, seconds):
-    steps = [{"step": 2, "seconds": seconds / 2}, {"step": 4, "seconds": seconds}]
-    density = 1.0 if kind == "dense" else 0.25
-    records = [{**row, "density": density, "bits_per_byte": 1.25} for row in steps]
-    return {
-        "identity": {
-            "attention": {"kind": kind},
-            "settings": {"context": 512, "batch_size": 2},
-            "model": {},
-            "stream_sha256": "0",
-        },
-        "environment": {"device": "a device", "jax": "0", "date": "2000-01-01"},
-        "losses": [2.0, 1.5, 1.25, 1.25],
-        "records": records,
-        "evaluations": [{"step": 4, "held_out_bits_per_byte": 1.5}],
-        "held_out_bits_per_byte": {"run": 1.5} | ({} if kind == "dense" else {"dense": 1.375}),
-    }
-
-
-@pytest.mark.fuzz
-def test_report_round_trip(result, tmp_path, monkeypatch):
-    from turbojax import finetune
-
-    assert report.newest(tmp_path, ("pooled",)) is None
-    docs, page = copied_docs(tmp_path), "benchmarks/pooled.md"
-    assert report.stale(tmp_path, docs) == []
-    monkeypatch.setattr(pooled, "SUMMARY_MODEL", "tiny")
-    training = finetune.compare(_log("dense", 8.0), _log("pooled", 5.0), width=2)
-    (tmp_path / "pooled_training_2000-01-02.json").write_text(json.dumps(training))
-    # It is no result of the suite.
-    assert report.newest(tmp_path, ("pooled",)) is None
-    result = _with_gpu_rows(result)
-    (tmp_path / "pooled_2000-01-01.json").write_text(json.dumps(result))
-    pictures = {"pooled_speed.png", "pooled_training.png"}
-    assert set(report.stale(tmp_path, docs)) == {page, *pictures}
-    report.write(tmp_path, docs)
-    assert report.stale(tmp_path, docs) == []
-    assert {path.name for path in (docs / "benchmarks").glob("*.png")} == pictures
-
-    text = (docs / page).read_text(encoding="utf-8")
-    start = "| tiny, 1 x 384 causal | mixture-0.05 | xla | 0.5000 |"
-    # Four times as fast at half of the work: twice what can be hoped for.
-    assert f"{start} 1 | 4.00x | 2.00x | 200 % |" in text
-    assert f"{start} 4 | 4.00x | 2.00x | 200 % |" in text
-    row = next(r for r in result["rows"] if r["operation"] == pooled.SELECT)
-    share = f"{100 * row['us'] / 1000:.1f} % | {100 * row['us'] / 4000:.1f} %"
-    assert f"| 1 | {share} | {4000 / (1000 + row['us']):.2f}x |" in text
-    assert "| dense | 1 | 8.0 | 512 | 1.00x | 1.2500 | 1.5000 | 1.5000 |" in text
-    assert "| pooled | 0.250 | 5.0 | 819 | 1.60x | 1.2500 | 1.5000 | 1.3750 |" in text
-    for picture in pictures:
-        assert f"]({picture})" in text
-    assert "| tiny, 1 x 384 causal | 0.500 | 1 (4.00x) | 4 (4.00x) |" in text
-    (tmp_path / "pooled_2000-01-03.json").write_text(json.dumps({**result, "jax": "1"}))
-    assert set(report.stale(tmp_path, docs)) == {page, "pooled_speed.png"}
 
 
 def test_tables_say_what_did_not_run():

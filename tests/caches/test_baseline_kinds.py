@@ -181,19 +181,6 @@ def model():
     return models.random_decoder(models.SHAPES["tiny"])
 
 
-@pytest.mark.fuzz
-def test_texts_are_those_of_exact_sizes(model):
-    """Through GEAR, ragged, in caches that are larger than the texts, and in those that are not."""
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(model.config.vocab_size, size=(2, 45), dtype=np.int32)
-    lengths, new = np.array([45, 4]), 12
-    given = {"cache": Kivi(group_size=8, residual_length=8, rank=2), "lengths": lengths}
-    texts = models.generate(model, prompts, max_new_tokens=new, **given)
-    session = models.start(model, prompts, max_length=45 + new, **given)
-    wanted = np.stack(list(models.stream(session, new)), axis=1)
-    np.testing.assert_array_equal(texts, wanted)
-
-
 @pytest.mark.slow
 def test_a_model_says_why_its_logits_are_nan(model):
     """Keys beyond 448: e4m3 at scale 1 cannot hold them, int8 can."""

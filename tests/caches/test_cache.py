@@ -21,7 +21,6 @@ from tests.caches.cache_helpers import (
     HEADS,
     MIXED,
     append,
-    append_jit,
     assert_holds,
     assert_same_bits,
     changed,
@@ -91,23 +90,6 @@ def test_append_stores_what_the_oracle_stores(implementation, config):
         cache = append(cache, key, value, lengths, implementation)
         oracle.append(key, value, lengths)
         assert_holds(cache, oracle, deeply=step == 3)
-
-
-@pytest.mark.fuzz
-def test_half_precision():
-    """Stored numbers do not depend on the dtype's own arithmetic; what is read has that dtype."""
-    dtype = jnp.float16
-    key, value = tokens(40, seed=3, dtype=dtype)
-    cache = prefill(new(MIXED, dtype=dtype), key, value, None, "triton")
-    oracle = oracle_for(cache)
-    oracle.prefill(key, value)
-    more = tokens(20, seed=4, dtype=dtype)
-    cache = append(cache, *more, None, "triton")
-    oracle.append(*more)
-    assert_holds(cache, oracle)
-    for got, want in zip(dequantize_jit(cache), oracle.dequantize(), strict=True):
-        assert got.dtype == dtype
-        np.testing.assert_array_equal(got, want.astype(dtype))
 
 
 @pytest.mark.slow
@@ -269,19 +251,6 @@ def test_any_split_stores_the_same_bits(split, with_prompt, seed):
         oracle.prefill(*tokens(40, seed=19), (37, 5, 0))
     oracle.append(key, value, taken)
     assert_holds(cache, oracle, deeply=False)
-
-
-@pytest.mark.fuzz
-def test_calls_of_different_shapes():
-    """Static lengths of 1 and 32, without padding."""
-    key, value = tokens(40, seed=32)
-    want = append(new(MIXED), key, value)
-    for lengths in ([1] * 40, [1] * 8 + [32]):
-        cache, t = new(MIXED), 0
-        for n in lengths:
-            cache = append_jit(cache, key[:, t : t + n], value[:, t : t + n])
-            t += n
-        assert_same_bits(cache, want)
 
 
 @pytest.mark.optimized

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 import turbojax as tj
-from tests.attention.test_kv4_decode import decode, filled, normal
+from tests.attention.test_kv4_decode import filled, normal
 from tests.attention.test_kv4_decode import prefill as prefill_jit
 from tests.caches.cache_helpers import assert_same_bits
 from turbojax import k8v4, models
 from turbojax.caches.token_scaled import cache as kv4
-from turbojax.caches.token_scaled.kind import K8V4
 
 BATCH, HEADS, HEAD_DIM = 3, 2, 16
 
@@ -475,14 +474,3 @@ def test_a_cache_comes_back_from_a_file(tmp_path):
     for got, want in zip(k8v4.dequantize(again), k8v4.dequantize(cache), strict=True):
         np.testing.assert_array_equal(got, want)
     assert (tmp_path / "cache").stat().st_size < 24 * 2 * (16 + 2 + 8 + 2) + 4096
-
-
-@pytest.mark.fuzz
-def test_in_one_pass_is_what_decoding_attends_to():
-    """Prompts aside, a model is scored at once as it would decode token by token."""
-    query, key, value = (normal(30 + i, (2, 12, heads, 16)) for i, heads in enumerate((4, 2, 2)))
-    at_once, _ = K8V4.in_one_pass(query, key, value)
-    cache = k8v4.init_cache(2, 12, 2, 16, dtype=jnp.float32)
-    cache = append_k8v4(cache, key, value)
-    # All tokens' queries at once, each of which sees its own past.
-    np.testing.assert_allclose(at_once, decode(query, cache), atol=2e-6)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import turbojax as tj
 from tests.caches.cache_helpers import assert_same_bits
@@ -19,7 +18,6 @@ from turbojax.caches import AttentionOptions, init_layer_cache, kind_of
 from turbojax.caches.paged import kind as layers
 from turbojax.caches.paged import layer as paged_layer
 from turbojax.caches.paged.pool import page_arrays
-from turbojax.flax import TurboAttention
 from turbojax.models.generation import caching
 from turbojax.models.generation.saving import load_cache, load_session, save_cache, save_session
 from turbojax.models.shapes import SHAPES
@@ -279,20 +277,6 @@ def test_a_layer_comes_back_from_a_file(tmp_path, kind):
     save_cache(tmp_path / "cache", moved)
     found, _ = load_cache(tmp_path / "cache")
     assert_same_leaves(found, long)
-
-
-@pytest.mark.fuzz
-def test_flax_module_holds_its_window_and_takes_any_number_of_tokens():
-    attention = TurboAttention(
-        32, num_heads=4, num_kv_heads=2, cache="paged", options=OPTIONS, rngs=nnx.Rngs(0)
-    )
-    attention.init_cache(batch_size=1, max_length=1000)
-    assert (attention.cache.is_rolling, attention.cache.rolling_pages) == (True, 4)
-    x = jax.random.normal(jax.random.key(0), (1, 700, 32))
-    out = [attention.prefill(x[:, :300]), attention.decode(x[:, 300:301])]
-    out.append(attention.decode(x[:, 301:]))
-    np.testing.assert_allclose(jnp.concatenate(out, axis=1), attention(x), atol=1e-5)
-    assert attention.cache.lengths.tolist() == [700]
 
 
 PAGES, SIZE, POOL_HEADS, HEAD_DIM = 8, 16, 2, 16

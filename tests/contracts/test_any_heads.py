@@ -22,8 +22,8 @@ from tests.caches.cache_helpers import (
     prefill,
 )
 from tests.kernels.kernel_helpers import lower_for_cuda
-from turbojax import _device, models, quantizers
 from turbojax import caches as kv
+from turbojax import quantizers
 from turbojax.attention.options import Options
 from turbojax.caches.progressive import decode_mosaic
 from turbojax.caches.progressive import decode_triton as triton
@@ -197,38 +197,7 @@ def test_decoding_lowers(implementation, heads):
     assert name in lower_for_cuda(run, query, cache, lengths)
 
 
-@pytest.mark.fuzz
-@heads_of_one_case
-@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
-def test_storing_lowers(monkeypatch, implementation, heads):
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
-    cache, prompt, lengths = abstract(heads, 300, 1)
-    store = functools.partial(store_prompt, implementation=implementation)
-    assert implementation in lower_for_cuda(store, cache, prompt, prompt, lengths)
-    new = prompt.update(shape=(2, 1, heads, 128))
-    extend = functools.partial(tj.append, implementation=implementation)
-    assert implementation in lower_for_cuda(extend, cache, new, new)
-
-
 # Models ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("heads", [1, 3])
-def test_models_generate_through_it(heads):
-    """Prompts in blocks, and steps; near the exact cache, within what the codes lose."""
-    config = models.TransformerConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2 * heads,
-        num_kv_heads=heads, head_dim=16, max_length=128,
-    )  # fmt: skip
-    model = models.random_decoder(config, dtype=jnp.float32)
-    prompt = np.random.default_rng(0).integers(0, 64, (2, 100))
-    logits = []
-    for cache in ("exact", config_of(heads)):
-        session = models.start(model, prompt[:, :90], max_length=110, cache=cache)
-        logits.append(np.asarray(models.score(session, jnp.asarray(prompt[:, 90:]))))
-    error = np.linalg.norm(logits[1] - logits[0]) / np.linalg.norm(logits[0])
-    assert 0 < error < 0.35  # as in `test_generation.py`
 
 
 METHODS = ("gap_std", "entropy", "min_max", "variation")

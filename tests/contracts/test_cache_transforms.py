@@ -9,16 +9,10 @@ import pytest
 
 import turbojax as tj
 from tests.attention.decode_helpers import (
-    BATCH,
-    HEAD_DIM,
-    HEADS,
-    KV_HEADS,
     decode,
     queries,
-    random,
     stored,
 )
-from tests.attention.decode_helpers import append as decode_append
 from tests.caches.cache_helpers import MIXED, append, assert_same_bits, new, prefill, tokens, used
 from tests.contracts.implementations import interpreted, kernel_is_slow
 
@@ -93,33 +87,6 @@ def test_eager_equals_jit():
     query = queries(1, 26)
     eager = tj.decode(query, jax.tree.map(jnp.asarray, stored()), implementation="xla")
     np.testing.assert_allclose(eager, decode(query, stored(), "xla")[0], atol=2e-6)
-
-
-@pytest.mark.fuzz
-def test_generation_under_scan():
-    """Append and decode in a scanned loop, the cache carried and donated, across a flush."""
-    steps, implementation = 40, "triton"
-    key, value = (random(seed, BATCH, steps, KV_HEADS, HEAD_DIM) for seed in (27, 28))
-    query = queries(steps, 29)
-
-    def step(cache, qkv):
-        q, k, v = (x[:, None] for x in qkv)
-        cache = tj.append(cache, k, v, implementation="xla")
-        return cache, tj.decode(q, cache, implementation=implementation)[:, 0]
-
-    xs = tuple(np.moveaxis(x, 1, 0) for x in (query, key, value))
-    loop = jax.jit(lambda c, xs: jax.lax.scan(step, c, xs), donate_argnums=0)
-    with interpreted(implementation):
-        final, out = loop(jax.tree.map(jnp.asarray, stored()), xs)
-    assert out.shape == (steps, BATCH, HEADS, HEAD_DIM)
-    cache = stored()
-    for t in range(steps):
-        cache = decode_append(cache, key[:, t : t + 1], value[:, t : t + 1])
-        if t in (0, 30, steps - 1):
-            want = decode(query[:, t : t + 1], cache, implementation)[0][:, 0]
-            np.testing.assert_allclose(out[t], want, atol=2e-6)
-    for a, b in zip(jax.tree.leaves(final), jax.tree.leaves(cache), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.slow

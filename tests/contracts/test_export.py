@@ -197,18 +197,6 @@ def test_there_may_be_any_number_of_sequences(name):
     assert any("sequences" in str(x.shape) for x in found.out_avals)
 
 
-@pytest.mark.fuzz
-@pytest.mark.parametrize("name", ["turbo", "kv4"])
-def test_any_number_gives_the_same_bits(name):
-    """Of sequences that lie in no pool, which are independent of each other."""
-    call, arguments = CASES[name]()
-    few = jax.tree.map(lambda x: x[2:5] if x.shape[0] == B else x, arguments)
-    found = jax.jit(symbolic(name, 0, B, "sequences").call)(*few)
-    wanted = jax.jit(call)(*few)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 @pytest.mark.quick(1, slow=3)
 @pytest.mark.parametrize(
     ("name", "symbol"),

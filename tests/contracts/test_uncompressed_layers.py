@@ -20,7 +20,6 @@ from turbojax.app.serve.settings import Models, Settings
 from turbojax.models import UncompressedEdges, causal_attention
 from turbojax.models.engine import pools
 from turbojax.models.generation.caching import init_caches
-from turbojax.models.generation.saving import load_cache, load_session, save_cache, save_session
 
 TEXT = b'"""Tools for text."""\n\nimport os\nimport sys\n\n\ndef main(names):\n    for name in sys'
 
@@ -118,44 +117,6 @@ def test_a_wrong_choice_says_what_is_wrong(decoder, name):
     error, call, message = WRONG[name]
     with pytest.raises(error, match=message):
         call(decoder)
-
-
-@pytest.mark.fuzz
-def test_a_session_of_mixed_layers_goes_on_from_a_file(tmp_path, decoder):
-    """And its caches are told from those of other layers."""
-    kind, path = UncompressedEdges("kv4", 1), tmp_path / "session"
-    session = models.start(decoder, tokens(60), max_length=100, cache=kind)
-    session = session.step(np.array([TEXT[60]]))
-    save_session(path, session)
-    again, _ = load_session(path, decoder)
-    assert again.caches.nbytes == session.caches.nbytes
-    want = [int(x[0]) for x in models.stream(session, 8)]
-    assert [int(x[0]) for x in models.stream(again, 8)] == want
-    caches = init_caches(decoder, 1, 100, kind)
-    save_cache(tmp_path / "caches", caches)
-    found, _ = load_cache(tmp_path / "caches", like=caches)
-    assert [type(x) for x in found.layers] == [type(x) for x in caches.layers]
-    with pytest.raises(ValueError, match="layer 0 has .*kind"):
-        load_cache(tmp_path / "caches", like=init_caches(decoder, 1, 100, "kv4"))
-
-
-def bits_of(decoder, cache, length=64):
-    session = models.start(decoder, tokens(length), max_length=len(TEXT) + 1, cache=cache)
-    target = np.frombuffer(TEXT[length:], np.uint8).astype(np.int32)
-    log_p = jax.nn.log_softmax(models.generation.session.score(session, target[None])[0])
-    return np.asarray(log_p[np.arange(len(target)), target]) / -np.log(2)
-
-
-@pytest.mark.fuzz
-def test_the_model_is_closer_to_itself_with_uncompressed_edges():
-    """Real text through the whole embedded model, at 2 bits, where caches cost most."""
-    whole = models.unstack(models.load(dtype=jnp.float32))
-    kind = tj.TurboConfig(key_bits=2, value_bits=2, block_q=16, block_kv=16, buffer_size=16)
-    exact = bits_of(whole, "exact")
-    far, near = (
-        np.abs(bits_of(whole, cache) - exact).mean() for cache in (kind, UncompressedEdges(kind, 2))
-    )
-    assert 0 < near < far
 
 
 @pytest.mark.fuzz

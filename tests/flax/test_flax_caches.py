@@ -21,34 +21,8 @@ from tests.flax.flax_helpers import (
     params,
     tokens,
 )
-from turbojax.caches import PooledAttention, attend_new_tokens, attend_prompt, init_layer_cache
+from turbojax.caches import PooledAttention
 from turbojax.rotary import Rope
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "k8v4", "turbo4"])
-def test_caches_are_those_of_the_package(kind):
-    """Bit for bit the same as by hand: heads, a prompt, new tokens across a block's end."""
-    layer, x = module(cache=KINDS[kind], qkv_bias=True), jnp.asarray(tokens(30))
-    lengths = jnp.array([20, 3])
-    layer.init_cache(2, 48)
-    out = layer.prefill(x[:, :20], lengths=lengths)
-
-    cache = init_layer_cache(2, 48, KV_HEADS, CHANNELS, kind=KINDS[kind], dtype=jnp.float32)
-    rope = Rope(CHANNELS)
-    real = jnp.arange(20)[None] < lengths[:, None]
-    clean = jnp.where(real[..., None], x[:, :20], 0)
-    heads = layer.heads(clean, rope.angles(jnp.broadcast_to(jnp.arange(20)[None], (2, 20))))
-    want, cache = attend_prompt(lengths)(*heads, cache)
-    np.testing.assert_array_equal(out, jnp.where(real[..., None], layer.output(want), 0))
-    for t in range(20, 24):
-        out = layer.decode(x[:, t : t + 1])
-        heads = layer.heads(x[:, t : t + 1], rope.angles(cache.lengths[:, None]))
-        want, cache = attend_new_tokens()(*heads, cache)
-        np.testing.assert_array_equal(out, layer.output(want))
-    equal(layer.cache, cache)
-    assert layer.cache.nbytes == cache.nbytes
-    assert layer.cache.compression_ratio == cache.compression_ratio
 
 
 @pytest.mark.slow

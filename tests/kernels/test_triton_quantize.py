@@ -11,14 +11,12 @@ import pytest
 import turbojax as tj
 from pallas_kernels.triton import _quantize
 from pallas_kernels.triton.quantize import absolute_maxima, quantize
-from tests.caches.cache_helpers import assert_same_bits
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import _device
 from turbojax._device import interpret_kernels
 from turbojax.attention.options import Options
 from turbojax.attention.turbo import operands, triton
 from turbojax.caches.progressive import append_triton
-from turbojax.caches.progressive.update import store_prompt
 from turbojax.numerics import rounding
 
 MODES = ("int8", "int8_fp8", "fp8")
@@ -226,23 +224,6 @@ def test_more_padding_changes_nothing(mode):
             np.testing.assert_array_equal(start, np.asarray(b, np.float32))
             # Zeros; and scales: 1, or in e4m3 the head's.
             assert (rest == 0).all() or a.ndim == 3
-
-
-@pytest.mark.fuzz
-def test_prefill_shares_its_codes_with_the_cache():
-    """The same output as attention by itself, and the cache of plain JAX."""
-    query, key, value, _, lengths = tensors("head dim 80")
-    query = query[:, :45]
-    config = tj.TurboConfig(mode="int8_fp8", block_q=32, block_kv=32, buffer_size=32)
-    cache = tj.init_cache(2, 64, 2, 80, config=config)
-    options = {"key_value_seq_lengths": lengths, "implementation": "triton"}
-    with kernels():
-        out, filled = tj.prefill(query, key, value, cache, **options)
-        options |= {"query_seq_lengths": lengths, "is_causal": True}
-        alone = tj.turbo_attention(query, key, value, config=config, **options)
-    np.testing.assert_array_equal(out, alone)
-    store = jax.jit(store_prompt, static_argnames="implementation")
-    assert_same_bits(filled, store(cache, key, value, lengths, implementation="xla"))
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from tests.contracts.implementations import ON_CPU, interpreted
 from tests.matmul.test_int4_matmul_gradient import oracle_gradient
 from tests.oracles import int4 as oracle
 from turbojax import models, smoothing
-from turbojax.models.quantize import quantize_from
 from turbojax.models.quantized import take_rows
 
 SHAPE = (40, 384)
@@ -264,52 +263,6 @@ def _linear(kernel):
     linear = nnx.Linear(*kernel.shape, rngs=nnx.Rngs(0))
     linear.kernel.set_value(kernel)
     return linear
-
-
-@pytest.mark.fuzz
-def test_a_model_of_tiny_weights_is_kept(tmp_path):
-    """Powers of two between weights of a layer leave a model the same, and its quantized one near.
-
-    Without them the rounding alone costs as much as in the model as it was.
-    """
-    config = dataclasses.replace(models.SHAPES["tiny"], num_layers=1, tie_embeddings=False)
-    plain = models.random_decoder(config, dtype=jnp.float32)
-    tiny = _moved(plain, 2.0**-14)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (1, 24)))
-    exact = _logits(plain, tokens)
-    np.testing.assert_allclose(_logits(tiny, tokens) * 2.0**14, exact, atol=1e-4)
-    errors = []
-    for model, factor in ((plain, 1), (tiny, 2.0**14)):
-        quantized = quantize_from(model, (None,), NOTHING, quantize_head=True)
-        models.save_quantized(quantized, tmp_path / str(factor))
-        loaded = models.load(tmp_path / str(factor))
-        got = _logits(loaded, tokens) * factor
-        errors.append(np.linalg.norm(got - exact) / np.linalg.norm(exact))
-    assert errors[0] < 0.35
-    assert errors[1] < 1.1 * errors[0]
-
-
-def _moved(decoder, factor):
-    """`v`, `up` and the head times `factor`, `o` and `down` divided by it."""
-    factors = {"v": factor, "up": factor, "o": 1 / factor, "down": 1 / factor}
-
-    def scaled(path, x):
-        name = next((key.key for key in path if str(key.key).endswith("_proj")), "")
-        return x * factors.get(name.removesuffix("_proj"), 1)
-
-    layers = tuple(jax.tree_util.tree_map_with_path(scaled, layer) for layer in decoder.layers)
-    return dataclasses.replace(decoder, layers=layers, lm_head=decoder.lm_head * factor)
-
-
-@jax.jit
-def _traced(decoder, tokens):
-    positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _ = decoder.hidden(tokens, positions, models.causal_attention, (None,))
-    return decoder.logits(hidden)
-
-
-def _logits(decoder, tokens):
-    return np.asarray(_traced(decoder, tokens), np.float64)
 
 
 def test_errors_of_a_model_name_the_layer():

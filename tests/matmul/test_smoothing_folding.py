@@ -276,20 +276,6 @@ def test_zero_columns_pairs_and_projections_stay_finite():
 # Dtypes, transforms, refusals.
 
 
-@pytest.mark.fuzz
-def test_narrow_weights_are_folded_in_float32():
-    layer = random_layer(dtype=jnp.bfloat16)
-    wide = jax.tree.map(lambda x: np.asarray(x, np.float32), layer)
-    statistics = key_statistics(wide, hidden_states())
-    smoothed = sm.smooth_layer(layer, statistics, Smoothing(num_pairs=2))
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(smoothed))
-    same = sm.smooth_layer(wide, statistics, Smoothing(num_pairs=2))
-    jax.tree.map(np.testing.assert_array_equal, smoothed, same)
-    # float32 all the way: some ulps of the largest intermediate result.
-    hidden = hidden_states(1)
-    assert difference(layer_output(smoothed, hidden), layer_output(wide, hidden)) < 1e-4
-
-
 @pytest.mark.slow
 def test_smoothing_under_jit():
     layer = random_layer(dtype=np.float32)

@@ -29,19 +29,6 @@ def test_generate_says_the_same(tiny_folder):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.fuzz
-def test_half_of_the_heads_of_each_device(tiny_folder):
-    """Of one head a device the keys have 4 bits and the values 2: as many bytes as without it."""
-    found = []
-    for mesh in ((), ("--mesh", "model=2")):
-        made = generate(
-            "a text " * 12, "--model", tiny_folder, "--cache", "2/4bit", *mesh, "--json"
-        )
-        assert made.exit_code == 0, made.output
-        found.append(json.loads(made.output)["cache_bytes"])
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

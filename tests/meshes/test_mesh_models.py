@@ -211,15 +211,6 @@ def test_windows_over_slots():
     assert relative(*logits) < 1e-3
 
 
-@pytest.mark.fuzz
-def test_the_embedded_model_says_the_same():
-    embedded = models.load_decoder(models.embedded_path())
-    tokens = np.frombuffer(b"The house stood in ", np.uint8)[None]
-    want = models.generate(embedded, tokens, max_new_tokens=16)
-    got = models.generate(models.shard(embedded, axes_of(1, 2)), tokens, max_new_tokens=16)
-    assert np.array_equal(got, want)
-
-
 def test_tokens_and_vocabularies_that_do_not_divide():
     """33 tokens on two devices: 17 and 16. A token that is none gives NaN, as on one device."""
     config = dataclasses.replace(TINY, vocab_size=33, num_layers=1, intermediate_size=95)

@@ -152,19 +152,6 @@ def test_sessions_are_stored(decoder, tmp_path):
         models.load_session(tmp_path / "session", other)
 
 
-@pytest.mark.fuzz
-def test_the_engine_serves_them(decoder):
-    """Expanded, over pages of every head's keys and values."""
-    model = decoder("deepseek-v3")
-    prompts = [[int(x) for x in moe.tokens(1, count, count)[0]] for count in (12, 3)]
-    engine = models.Engine(model, num_pages=8, page_size=16, max_sequences=2, step_tokens=8)
-    numbers = [engine.add(models.Request(prompt, 5)) for prompt in prompts]
-    found = engine.run()
-    for number, prompt in zip(numbers, prompts, strict=True):
-        [want] = models.generate(model, np.array([prompt]), max_new_tokens=5, cache="exact")
-        assert found[number].tokens == tuple(int(x) for x in want)
-
-
 @pytest.mark.slow
 def test_first_layers_without_experts_and_layers_that_predict(folder, tmp_path):
     """Files of DeepSeek-V3 hold a layer behind the last one; nothing reads it."""

@@ -11,9 +11,7 @@ from flax import nnx
 
 from tests.models import hf_helpers as hf
 from tests.models import tiny
-from tests.recordings import parity_recordings as recordings
-from tests.recordings import parity_texts as texts
-from turbojax import TurboConfig, models, smoothing
+from turbojax import models, smoothing
 from turbojax.flax.norms import rms_norm
 from turbojax.models import causal_attention
 from turbojax.models.layer_by_layer import calibrate
@@ -143,45 +141,6 @@ def test_inputs_that_no_norm_makes_are_not_folded(decoder):
 
 
 # Caches and the engine ----------------------------------------------------------------------------
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("name", MOST)
-def test_caches_of_four_bits_are_near(decoder, name):
-    """Of the logits after a prompt and some tokens, as near as they are of a Llama."""
-    ids = recordings.arrays()["cache/tokens"].astype(np.int32)
-
-    def error(name, kind) -> float:
-        sessions = (
-            models.start(decoder(name), jnp.asarray(ids[:, :40]), max_length=64, cache=cache)
-            for cache in (kind, "exact")
-        )
-        got, want = (models.score(x, jnp.asarray(ids[:, 40:44])) for x in sessions)
-        return tiny.relative(got, want)
-
-    for kind in (TurboConfig(), "turbo4"):
-        assert 1e-3 < error(name, kind) < 1.1 * error("llama3.1", kind)
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("name", MOST)
-def test_engine_of_a_quantized_model(quantized, name):
-    """Texts are those of sequences by themselves."""
-    model = quantized(name)
-    prompts, mask = texts.greedy("right")
-    engine = models.Engine(
-        model, num_pages=32, page_size=16, max_sequences=2, step_tokens=16, max_length=64
-    )
-    numbers = [
-        engine.add(models.Request([int(x) for x in text[row.astype(bool)]], 4))
-        for text, row in zip(prompts, mask, strict=True)
-    ]
-    results = engine.run()
-    alone = models.generate(
-        model, jnp.asarray(prompts), attention_mask=mask, max_new_tokens=4, cache="exact"
-    )
-    for number, text in zip(numbers, alone, strict=True):
-        assert list(results[number].tokens) == [int(x) for x in text]
 
 
 # Training -----------------------------------------------------------------------------------------

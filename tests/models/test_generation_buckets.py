@@ -1,11 +1,8 @@
 """Sizes that calls of `generate` share: few programs, and the texts of exact sizes."""
 
-import json
 import warnings
-from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -160,20 +157,6 @@ def test_windows_and_caps_do_not_see_the_padding(gemma, cache):
     options["lengths"] = np.array([45, 6])
     new = models.generate(gemma, tokens, max_new_tokens=20, **options)
     np.testing.assert_array_equal(new, exactly(gemma, tokens, 20, **options))
-
-
-@pytest.mark.fuzz
-@pytest.mark.optimized
-@pytest.mark.parametrize("cache", ["exact", "4bit"])
-def test_texts_of_the_embedded_model_are_those_of_exact_sizes(cache):
-    decoder = models.load_decoder("embedded", dtype=jnp.float32)
-    kind = models.cache_by_name(cache, decoder.config.num_kv_heads)
-    code = Path(json.__file__).read_bytes()
-    tokens = np.array([[0, *code[begin : begin + 69]] for begin in (0, 1500, 3000)], np.int32)
-    for sampling in (GREEDY, Sampling(temperature=0.8, top_p=0.95, seed=3)):
-        options = {"cache": kind, "sampling": sampling}
-        new = models.generate(decoder, tokens, max_new_tokens=48, **options)
-        np.testing.assert_array_equal(new, exactly(decoder, tokens, 48, **options))
 
 
 def test_what_fits_a_model_still_fits(model):

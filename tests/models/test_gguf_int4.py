@@ -1,7 +1,5 @@
 """GGUF files of type Q4_0 whose codes become INT4 weights: the values of the package `gguf`."""
 
-import json
-
 import gguf
 import jax
 import jax.numpy as jnp
@@ -209,14 +207,3 @@ def test_commands_refuse_other_weights(readable, arguments, message):
         result = CliRunner().invoke(app, [*command, "--model", readable, *arguments])
         assert result.exit_code == 2
         assert message in result.stderr
-
-
-@pytest.mark.fuzz
-def test_generate_says_the_same(readable):
-    arguments = ["generate", "hello", "--max-new-tokens", "3", "--json", "--model", readable]
-    texts = []
-    for more in ([], ["--weights", "int4"]):
-        result = CliRunner().invoke(app, [*arguments, "--no-compilation-cache", *more])
-        assert result.exit_code == 0, result.stderr
-        texts.append(json.loads(result.stdout)["text"])
-    assert texts[0] == texts[1]

@@ -12,16 +12,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.models import hf_helpers as hf
-from tests.models import moe_helpers as moe
 from tests.models.family_helpers import least
 from turbojax import fireq, models, smoothing
-from turbojax.flax.norms import rms_norm
 from turbojax.models import TransformerConfig
 from turbojax.models.checkpoint import mxfp4
 from turbojax.models.checkpoint.folder import stored_tensors
 from turbojax.models.families import ExpertsConfig
 from turbojax.models.feed_forward import Experts
-from turbojax.models.quantize import kept_of
 from turbojax.rotary import YarnScaling
 
 NAME = "gpt-oss"
@@ -200,27 +197,6 @@ def test_experts_against_an_oracle(folder, count):
     )
 
 
-@pytest.mark.fuzz
-@pytest.mark.parametrize("kind", ["floats", "mxfp4"])
-def test_int4_experts_are_close(folder, packed, kind):
-    """MXFP4 rounded again to INT4 with e4m3 tokens loses what floats lose, and no more."""
-    decoder = models.load_decoder(folder if kind == "floats" else packed[0])
-    config, params = decoder.config, decoder.layers[1]
-    hidden = np.random.default_rng(1).standard_normal((1, 24, 64)).astype(np.float32)
-    normed = rms_norm(jnp.asarray(hidden), params["mlp_norm"]["scale"], config.norm_eps)
-    exact = layer_of(params, normed[0], config)
-    errors = []
-    for options in (NOTHING, dataclasses.replace(NOTHING, cas=True, pts=True)):
-        quantized = models.quantize_model(decoder, smoothing=options).layers[1]
-        got = quantized.mlp(jnp.asarray(hidden), quantized.mlp_norm, config)
-        errors.append(moe.relative(np.asarray(got)[0], exact))
-    assert min(errors) > 0.02
-    assert max(errors) < 0.25
-    kept = kept_of(params)
-    np.testing.assert_array_equal(quantized.sinks, kept.sinks)
-    np.testing.assert_array_equal(quantized.mlp.gate_up_bias, kept.gate_up_bias)
-
-
 @pytest.mark.parametrize("size", [0.02, 1.0])
 def test_what_int4_of_mxfp4_loses(size):
     """The figures of docs/models.md."""
@@ -250,18 +226,6 @@ def test_quantized_saved_and_loaded(folder, tmp_path):
         lambda: models.random_quantized_decoder(quantized.config, dtype=jnp.float32)
     )
     assert jax.tree.structure(shapes) == jax.tree.structure(quantized)
-
-
-@pytest.mark.fuzz
-def test_adapters_of_attention(folder):
-    quantized = models.quantize_model(models.load_decoder(folder), smoothing=NOTHING)
-    text = moe.tokens(1, 10)
-    adapters = models.init_adapters(quantized, rank=2)
-    assert adapters.targets == ("q", "k", "v", "o")
-    shaken = jax.tree.map(lambda x: x + 0.05, adapters)
-    model = models.with_adapters(quantized, shaken)
-    assert model.layers[0].sinks is quantized.layers[0].sinks
-    assert moe.relative(moe.logits(model, text), moe.logits(quantized, text)) > 0.01
 
 
 @pytest.mark.parametrize(

@@ -230,20 +230,6 @@ def test_every_paged_cache_stays_close_to_one_forward_pass(model, one_pass, name
         assert error > 1e-4
 
 
-@pytest.mark.fuzz
-@pytest.mark.parametrize("kind", ["fp8_e4m3"])
-def test_ragged_prompts_generate_what_each_generates_alone(model, kind):
-    tokens, lengths = tiny.tokens(2, 70), (70, 7)
-    together = models.generate(
-        model, tokens, max_new_tokens=8, cache=kind, lengths=jnp.array(lengths)
-    )
-    for row, length in enumerate(lengths):
-        # Padded, too: one program for both.
-        one, held = tokens[row : row + 1], jnp.array([length])
-        alone = models.generate(model, one, max_new_tokens=8, cache=kind, lengths=held)
-        np.testing.assert_array_equal(together[row], alone[0])
-
-
 @pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("factor", [1, 3e4])
 def test_keys_beyond_the_range_of_pages_end_generation(model, factor):

@@ -7,18 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from typer.testing import CliRunner
 
 from tests.models import packed_helpers as packed
 from tests.models import tiny
 from tests.models.family_helpers import least
 from turbojax import models
-from turbojax.app.main import app
 from turbojax.models.checkpoint.huggingface import expected_shapes
 from turbojax.models.checkpoint.packed import reading
 from turbojax.models.config import model_config
 
-FAMILIES = ("llama", "qwen2", "qwen3", "phi3")
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -259,16 +256,3 @@ def test_tokens_in_8_bits(folders):
     assert jax.tree.structure(back) == jax.tree.structure(loaded)
     with pytest.raises(ValueError, match="activations='f16' must be one of"):
         loaded.with_activations("f16")
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("command", ["generate", "serve"])
-def test_commands_take_such_folders(tmp_path, command):
-    folder, _ = write(tmp_path, "llama", "awq", vocab_size=256)
-    file = tmp_path / "requests.jsonl"
-    file.write_text('{"prompt": "abc"}')
-    what = {"generate": "abc", "serve": str(file)}[command]
-    args = [command, what, "--model", str(folder), "--max-new-tokens", "4"]
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 0, result.output
-    assert result.output

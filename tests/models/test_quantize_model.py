@@ -222,15 +222,6 @@ def test_taking_rows_of_a_quantized_table():
     np.testing.assert_array_equal(jax.jit(take_rows)(table, index), expected)
 
 
-@pytest.mark.fuzz
-def test_ragged_prompts_generate_what_each_generates_alone(quantized):
-    decoder, tokens = _first_layer(quantized), tiny.tokens(2, 40)
-    options = {"max_new_tokens": 8, "cache": "kv4"}
-    together = models.generate(decoder, tokens, lengths=jnp.array([40, 7]), **options)
-    alone = models.generate(decoder, tokens[1:, :7], **options)
-    np.testing.assert_array_equal(together[1], alone[0])
-
-
 @pytest.mark.slow
 def test_one_pass_equals_decoding_token_by_token_through_the_cache(quantized):
     decoder, tokens = _first_layer(quantized), tiny.tokens(2, 24)

@@ -158,26 +158,6 @@ def test_a_row_depends_on_itself_alone():
                 assert one[i].tobytes() == other[i].tobytes()
 
 
-@pytest.mark.fuzz
-@pytest.mark.optimized
-def test_a_row_does_not_depend_on_what_else_the_program_could_do():
-    """A row that wants nothing, and one that wants log-probabilities, in every program."""
-    rng = np.random.default_rng(2)
-    logits = rng.normal(scale=3.0, size=(16, V)).astype(np.float32)
-    history = rng.integers(0, V, (16, LENGTH)).astype(np.int32)
-    for temperature in (0.0, 0.7):
-        kind = "draw" if temperature else "greedy"
-        sampling = [Sampling(temperature=temperature, seed=i) for i in range(16)]
-        rows = [Row(Request([1], sampling=s), i, 9, 4) for i, s in enumerate(sampling)]
-        plain = run(logits, history, rows, Wanted(kind))[1].tokens
-        only = run(logits, history, rows, Wanted(kind, logprobs=True))[1]
-        for wanted in (ALL, ALL._replace(mask=False), ALL._replace(bias=0)):
-            chosen = run(logits, history, rows, wanted)[1]
-            np.testing.assert_array_equal(chosen.tokens, plain)
-            for one, other in zip(jax.tree.leaves(chosen), jax.tree.leaves(only), strict=True):
-                assert one.tobytes() == other.tobytes()
-
-
 def test_logits_of_rows_without_wishes_keep_their_bits():
     logits = np.random.default_rng(0).normal(size=(2, V)).astype(np.float32)
     logits[:, :6] = -0.0, 0.0, np.inf, -np.inf, np.nan, np.float32(1e-42)

@@ -69,26 +69,6 @@ def test_texts_are_those_of_an_engine_that_frees_nothing(windows, kv_dtype):
         assert small.statistics().preemptions > 0
 
 
-@pytest.mark.fuzz
-def test_pages_of_a_window_are_freed_as_it_moves_on():
-    """Of layers with a window 3 pages of a text, and 4 of a prompt; of the others all it has."""
-    options = {"prefix_caching": False, "max_sequences": 2, "reproducible": True}
-    made = make(model(ALTERNATING), **options)
-    for _ in range(2):
-        made.add(Request([1] * 50, 60))
-    most, everything = [0, 0], 0
-    while not made.idle:
-        made.step()
-        found = made.statistics()
-        held = [group.pages - group.free_pages for group in found.groups]
-        most = [max(x, y) for x, y in zip(most, held, strict=True)]
-        everything = max(everything, found.tokens_held)
-    assert everything > 190
-    assert most[0] == 14
-    assert 6 <= most[1] <= 7
-    assert [group.free_pages for group in made.statistics().groups] == [40, 7]
-
-
 def test_the_pools_hold_what_windows_need():
     """In bytes: layers with a window have room for what all requests need, and no more."""
     decoder = model(ALTERNATING)

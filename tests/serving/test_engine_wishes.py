@@ -90,26 +90,6 @@ def test_greedy_texts_are_those_of_the_definition(model):
     assert all(x >= 10 and (x + i) % 2 == constrained[0] % 2 for i, x in enumerate(constrained))
 
 
-@pytest.mark.fuzz
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.95)])
-def test_texts_do_not_depend_on_the_wishes_of_others(model, sampling):
-    """Alone and together, in an engine whose texts are reproducible, and in a pool too small."""
-    wanted = requests(sampling)
-    single = engine(model, reproducible=True, step_tokens=72, prefix_caching=False)
-    alone = []
-    for request in wanted:
-        number = single.add(request)
-        alone.append(single.run()[number])
-    for pages in (60, 4):
-        made = engine(model, reproducible=True, step_tokens=72, num_pages=pages)
-        numbers = [made.add(request) for request in wanted]
-        results = made.run()
-        assert (sum(result.preemptions for result in results.values()) > 0) == (pages == 4)
-        for number, one in zip(numbers, alone, strict=True):
-            assert results[number].tokens == one.tokens
-            assert results[number].logprobs == one.logprobs
-
-
 @pytest.mark.slow
 def test_a_request_without_a_possible_token_fails_alone(model):
     made = engine(model)

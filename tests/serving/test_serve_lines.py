@@ -72,17 +72,6 @@ def test_bad_lines_can_be_skipped(tiny_folder, tmp_path):
     assert result.stderr.splitlines()[-1].endswith("; 5 bad lines skipped")
 
 
-@pytest.mark.fuzz
-def test_skipping_changes_no_text(tiny_folder, tmp_path):
-    """A seed is the line's number, whatever the lines before."""
-    drawn = '{"prompt": "abc", "temperature": 1.0, "max_new_tokens": 9}'
-    texts = []
-    for lines in ([GOOD, GOOD, drawn], [GOOD, "{", drawn]):
-        result = _serve(tiny_folder, write(tmp_path, *lines), "--skip-bad")
-        texts.append({x["id"]: x["text"] for x in map(json.loads, result.stdout.splitlines())}[3])
-    assert texts[0] == texts[1]
-
-
 @pytest.mark.parametrize("option", [[], ["--skip-bad"]])
 def test_nothing_but_bad_lines(tiny_folder, tmp_path, option):
     result = refuses(_serve(tiny_folder, write(tmp_path, *["{"] * 30), *option))

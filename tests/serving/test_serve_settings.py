@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import re
 from pathlib import Path
 
 import jax
@@ -188,18 +187,6 @@ def test_a_key_in_the_environment_is_no_option_of_a_file(tmp_path, monkeypatch):
     monkeypatch.setenv("TURBOJAX_API_KEY", "secret")
     result = run(write(tmp_path, {"prompt": 3}))
     assert "'prompt' must be a string" in result.stderr
-
-
-@pytest.mark.fuzz
-def test_int4_weights_four_bit_pages_and_speculation_in_one_command(tmp_path):
-    options = ["--random-weights", "tiny", "--weights", "int4", "--kv-dtype", "turbo4"]
-    lines = [{"prompt": "1 2 3 1 2 3 1 2", "max_new_tokens": 40} for _ in range(3)]
-    file, out = write(tmp_path, *lines), str(tmp_path / "out")
-    result = works(run(file, *options, "--speculate", "ngram", "--out", out))
-    last = result.stdout
-    assert re.match(r"3 requests, 120 tokens, .* tokens/s; \d+ steps, the host worked \d", last)
-    assert re.search(r"\d+ of \d+ guesses accepted \(\d+%\)", last)
-    assert all(len(x["tokens"]) == 40 for x in map(json.loads, Path(out).read_text().splitlines()))
 
 
 @pytest.mark.fuzz

@@ -17,7 +17,6 @@ from turbojax.app.main import app
 from turbojax.app.serve import requests as serve_requests
 from turbojax.app.serve import run as serving
 from turbojax.app.serve.settings import Settings
-from turbojax.models import Engine
 from turbojax.models.text.tokenizer import ByteTokenizer
 
 
@@ -82,36 +81,6 @@ def test_a_file_for_the_results_and_numbers_as_json(tiny_folder, tmp_path):
     assert statistics["new_tokens"] == 8
     assert report["device"]
     assert [len(json.loads(x)["tokens"]) for x in out.read_text().splitlines()] == [4, 4]
-
-
-@pytest.mark.fuzz
-def test_equal_prompts_are_drawn_differently_and_again_the_same(tiny_folder, tmp_path):
-    lines = [{"prompt": "abc", "temperature": 1.0, "max_new_tokens": 12}] * 2
-    file = write(tmp_path, *lines, {**lines[0], "seed": 1})
-    result = _run(file, "--model", tiny_folder)
-    tokens = {x["id"]: x["tokens"] for x in map(json.loads, result.stdout.splitlines())}
-    # The seed of a line that names none is its number.
-    assert tokens[1] == tokens[3] != tokens[2]
-
-
-@pytest.mark.fuzz
-def test_the_default_pool_holds_as_many_as_run_at_a_time(model):
-    lines = [{"prompt": "a" * 39, "max_new_tokens": 24}] * 16
-    requests = serve_requests.read_requests(
-        "\n".join(map(json.dumps, lines)).encode(), model.tokenizer, max_new_tokens=1
-    ).requests
-    running = []
-    plain = Engine.step
-
-    def step(engine):
-        events = plain(engine)
-        running.append(engine.statistics().running)
-        return events
-
-    with mock.patch.object(Engine, "step", step):
-        report = serving.serve(model, requests, Settings(max_sequences=8), emit=lambda result: None)
-    assert (report.statistics.pages, max(running)) == (8, 8)
-    assert report.statistics.preemptions == 0
 
 
 def test_serving_nothing(model):
@@ -185,24 +154,6 @@ class Letters(ByteTokenizer):
 
     def stream(self, prompt=()):
         return lambda token: "" if token is None else f"{token % 10}{token // 10 % 10}"
-
-
-@pytest.mark.fuzz
-def test_a_stop_text_ends_the_result_wherever_it_begins(model):
-    letters = text_model.TextModel(model.decoder, Letters())
-    whole = _serve(letters, [{"prompt": "abc", "max_new_tokens": 10}])[1]
-    assert len(whole["text"]) == 20
-    stop = whole["text"][5:8]
-    cut = whole["text"].index(stop)
-    lines = [
-        {"prompt": "abc", "max_new_tokens": 10, "stop": ["never", stop]},
-        {"prompt": "abc", "max_new_tokens": 10, "stop": [300 % 256]},
-    ]
-    results = _serve(letters, lines)
-    assert results[1]["text"] == whole["text"][:cut]
-    assert results[1]["finish_reason"] == "stop"
-    # The tokens up to the one that completes the stop text, and none after it.
-    assert results[1]["tokens"] == whole["tokens"][: (cut + 2) // 2 + 1]
 
 
 @pytest.mark.slow
