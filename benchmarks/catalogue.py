@@ -1,9 +1,9 @@
 """Every suite, by name, and everything that the docs show of one result alone."""
 
-from benchmarks import masks, model_training, real_caches, recorded, throughput
+from benchmarks import masks, model_training, real_caches, recorded
 from benchmarks.evidence import catalogue as evidence
 from benchmarks.suite import Shown
-from benchmarks.suites import experts, families, flax, latency, latent, loading
+from benchmarks.suites import experts, families, flax, generate, latency, latent, loading
 from benchmarks.suites.attention import suite as attention
 from benchmarks.suites.fireq import suite as fireq
 from benchmarks.suites.paged import suite as paged
@@ -30,6 +30,7 @@ SUITES = {
         parallel.SUITE,
         flax.SUITE,
         families.SUITE,
+        generate.SUITE,
         loading.SUITE,
         verdict.SUITE,
         latency.SUITE,
@@ -39,7 +40,6 @@ SUITES = {
 SHOWN = (
     *(suite.shown for suite in SUITES.values()),
     serving.ENGINE,
-    throughput.SHOWN,
     model_training.SHOWN,
     evidence.SHOWN,
     evidence.SMOLLM2,

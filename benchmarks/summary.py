@@ -116,6 +116,18 @@ def _device(result: Result) -> str:
     return result["device"] if "device" in result else runs[0]["environment"]["device"]
 
 
+def best_batches(result: Result) -> dict[str, Row]:
+    """Of each cache of a result of the suite ``generate`` the row of most tokens per second."""
+    best: dict[str, Row] = {}
+    for row in result["rows"]:
+        cache = row.get("cache") or row["method"]
+        if row["status"] == "ok" and row["tokens_per_second"] > best.get(cache, {}).get(
+            "tokens_per_second", 0.0
+        ):
+            best[cache] = row
+    return best
+
+
 # Of training with 8-bit attention: steps at the end over which losses are averaged.
 SMOOTHING = 50
 
@@ -161,7 +173,9 @@ def figures_table(results: Path, link: str) -> str:
     figures = Figures(results)
     decode = figures.row("hopper", f"{_LONG}turbo-4bit/mosaic_gpu")
     whole = figures.result("generate")
-    model, ends = whole["settings"]["model"], whole["summary"]
+    ends = best_batches(whole)
+    model = whole.get("settings", ends["4bit"])["model"]
+    exact, ours = (ends[x]["tokens_per_second"] for x in ("exact", "4bit"))
     real = figures.real("4bit")
     lines = [
         [
@@ -175,11 +189,11 @@ def figures_table(results: Path, link: str) -> str:
             f"code; the same greedy choice for {100 * real['same_choice']:.1f} % of the tokens",
         ],
         [
-            f"**{tables.times(ends['4bit']['ratio_to_exact'])}** the tokens per second",
+            f"**{tables.times(ours / exact)}** the tokens per second",
             f"decoding with a model of the shape of {model} on one GPU, its batch as large as "
-            f"memory or the run allowed: {ends['4bit']['tokens_per_second']:,.0f} tokens per "
+            f"memory or the run allowed: {ours:,.0f} tokens per "
             f"second with {ends['4bit']['batch']} sequences in 4 bits, "
-            f"{ends['exact']['tokens_per_second']:,.0f} with {ends['exact']['batch']} in bfloat16",
+            f"{exact:,.0f} with {ends['exact']['batch']} in bfloat16",
         ],
     ]
     names = {"hopper": 0, "real_caches": 1, "generate": 2}
@@ -200,7 +214,8 @@ def headline_table(results: Path) -> str:
     training = figures.result("pooled_training")["comparison"]
     default = "turbo-int8_fp8-exact-64/mosaic_gpu"
     over = functools.partial(figures.over_cudnn, "hopper")
-    ends = figures.result("generate")["summary"]["4bit"]
+    ends = best_batches(figures.result("generate"))
+    ours, exact = (ends[x]["tokens_per_second"] for x in ("4bit", "exact"))
     lines = [
         [
             "decoding from a 4-bit cache, 16 x 32k",
@@ -240,7 +255,7 @@ def headline_table(results: Path) -> str:
         ],
         [
             "generation with a batch as large as memory allows, 4-bit cache",
-            f"{tables.times(ends['ratio_to_exact'])} the exact cache",
+            f"{tables.times(ours / exact)} the exact cache",
             "{doc}`models`",
         ],
         [

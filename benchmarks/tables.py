@@ -104,6 +104,11 @@ def times(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}x"
 
 
+def with_ratio(text: str, ratio: float | None) -> str:
+    """``150 (3.24x)``, or the text alone."""
+    return text if ratio is None else f"{text} ({times(ratio)})"
+
+
 def ratios(row: Row, baselines: Iterable[str]) -> list[str]:
     """The speed over each of these, where there is one."""
     found = row.get("speedup_over", {})
@@ -200,6 +205,17 @@ def operation_table(
 ) -> str:
     """`rows_table` of an operation, with how many rows there was no time for."""
     return with_cut(rows_table(shown(result, operation), names, figures), result, operation)
+
+
+def pivot(
+    corner: str, places: Mapping[str, Mapping[str, Row]], series: Mapping[str, str], cell: Cell
+) -> str:
+    """A line for each place, a column for each series by its title; a dash where there is none."""
+    lines = [
+        [place, *("-" if name not in rows else cell(rows[name]) for name in series)]
+        for place, rows in places.items()
+    ]
+    return table([corner, *series.values()], lines)
 
 
 def nested(rows: Iterable[Row], place: Cell, series: Cell) -> dict[str, dict[str, Row]]:

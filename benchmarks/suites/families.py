@@ -366,26 +366,23 @@ def _shapes_sentence(result: Result) -> str:
 
 def summary_table(result: Result) -> str:
     """Milliseconds of a step by model, and how much smaller the caches are."""
-    lines = []
-    by_model = _by_model(result)
-    measured = [cache for cache in CACHES if any(cache in rows for rows in by_model.values())]
-    for model, rows in by_model.items():
-        first = next(iter(rows.values()))
-        line = [f"{model}, {tables.batch_and_tokens(first)}"]
-        for cache in measured:
-            if cache not in rows:
-                line.append("-")
-                continue
-            row, text = rows[cache], f"{rows[cache]['us'] / 1e3:.1f} ms"
-            if cache == "exact":
-                text += f", {row['cache_bytes'] / 1e9:.1f} GB"
-            elif cache != "paged" and "smaller_than_exact" in row:
-                text += f" ({_over_uncompressed(row):.2f}x), "
-                text += f"{row['smaller_than_exact']:.1f}x smaller"
-            line.append(text)
-        lines.append(line)
-    header = ["model, batch x tokens", *(CACHES[cache] for cache in measured)]
-    return tables.table(header, lines)
+    places = {
+        f"{model}, {tables.batch_and_tokens(next(iter(rows.values())))}": rows
+        for model, rows in _by_model(result).items()
+    }
+    measured = {cache for rows in places.values() for cache in rows}
+    titles = {cache: title for cache, title in CACHES.items() if cache in measured}
+    return tables.pivot("model, batch x tokens", places, titles, _time_and_size)
+
+
+def _time_and_size(row: Row) -> str:
+    text, cache = f"{row['us'] / 1e3:.1f} ms", row["method"]
+    if cache == "exact":
+        return f"{text}, {row['cache_bytes'] / 1e9:.1f} GB"
+    if cache == "paged" or "smaller_than_exact" not in row:
+        return text
+    smaller = f"{row['smaller_than_exact']:.1f}x smaller"
+    return f"{tables.with_ratio(text, _over_uncompressed(row))}, {smaller}"
 
 
 _SUMMARY = (

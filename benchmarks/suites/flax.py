@@ -432,23 +432,14 @@ def _by_layer(result: Result, operation: str) -> dict[str, dict[str, Row]]:
 
 def summary_table(result: Result) -> str:
     """Decoding by layer: microseconds, the speed over Flax's module, and its cache's size."""
-    shown = ("nnx", "nnx-cudnn", "exact", "turbo4", "4bit")
-    lines = []
-    for place, rows in _by_layer(result, DECODE).items():
-        line = [place]
-        for method in shown:
-            if method not in rows:
-                line.append("-")
-                continue
-            row = rows[method]
-            text = tables.number(row["us"])
-            over = row["speedup_over"].get("nnx")
-            if method != "nnx" and over is not None:
-                text += f" ({over:.2f}x)"
-            line.append(f"{text}, {row['cache_bytes'] / 1e6:,.0f} MB")
-        lines.append(line)
-    header = ["layer, batch x tokens", *(METHODS[method] for method in shown)]
-    return tables.table(header, lines)
+    titles = {name: METHODS[name] for name in ("nnx", "nnx-cudnn", "exact", "turbo4", "4bit")}
+    return tables.pivot("layer, batch x tokens", _by_layer(result, DECODE), titles, _time_and_size)
+
+
+def _time_and_size(row: Row) -> str:
+    ratio = None if row["method"] == "nnx" else row["speedup_over"].get("nnx")
+    time = tables.with_ratio(tables.number(row["us"]), ratio)
+    return f"{time}, {row['cache_bytes'] / 1e6:,.0f} MB"
 
 
 _SUMMARY = (

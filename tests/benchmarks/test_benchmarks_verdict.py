@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import readme, report, throughput
+from benchmarks import readme, report
 from benchmarks.shapes import Shape
-from benchmarks.suites import latency
+from benchmarks.suites import generate, latency
 from benchmarks.suites.verdict import cases, suite, tables
 from benchmarks.suites.verdict.suite import Texts
 from benchmarks.suites.verdict.tables import CACHES, DECODE, FULL, METHODS, PROMPT, TEXT
@@ -261,10 +261,13 @@ def test_throughput_stands_beside_the_paper():
         {"cache": "kivi4", "batch": 1, "tokens_per_second": None, "status": "error"},
     ]
     result = {"device": "a device", "jax": "0", "date": "2000-01-01", "rows": rows}
-    text = throughput.batches_section("generate_2000-01-01.json", result)
+    text = generate.SUITE.tables["batches"]("generate_2000-01-01.json", result)
     assert "| batch | exact | 4bit | kivi4 |" in text
     assert "| 2 | - | 18 | - |" in text
     assert "2.37x in the paper, 1.80x with `4bit` here" in text
+    text = generate.throughput_table(result)
+    assert "| exact | 1 | 10 | 1.00x | - | 2: out of memory |" in text
+    assert "| kivi4 | - | - | - | - | 1: error |" in text
 
 
 def test_prose_agrees_with_the_results():

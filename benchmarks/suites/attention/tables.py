@@ -85,11 +85,6 @@ def variant_label(row: Row) -> str:
 SUMMARY_DECODE_METHODS = ("turbo-4bit", "turbo-2/4bit", "kivi-4bit")
 
 
-def _speedup(row: Row) -> str:
-    ratio = row.get("speedup_over_cudnn")
-    return "" if ratio is None else f" ({ratio:.2f}x)"
-
-
 def _clock(rows: Iterable[Row]) -> str:
     clocks = sorted({row["clock"] for row in rows})
     names = {"cupti": "time of the kernels on the device", "wall": "wall time"}
@@ -100,17 +95,36 @@ def decode_table(result: Result, methods: Iterable[str] = DECODE_METHODS, model:
     """Decode by shape, of one model if given: microseconds, and how many times as fast as cuDNN."""
     rows = [row for row in tables.finished(result, "decode") if model in ("", row["model"])]
     present = {row["method"] for row in rows}
-    columns = [method for method in methods if method in present]
-    lines = []
-    for label, group in tables.shapes(rows).items():
-        line = [label, _microseconds(tables.fastest(group, is_cudnn))]
-        for method in columns:
-            row = _of_method(group, method)
-            line.append("-" if row is None else _microseconds(row) + _speedup(row))
-        lines.append(line)
-    header = ["batch x tokens", "cuDNN bf16"] + [DECODE_METHODS[method] for method in columns]
+    titles = {method: DECODE_METHODS[method] for method in methods if method in present}
+    text = tables.pivot(
+        "batch x tokens", _places(rows, titles), {_BASE: "cuDNN bf16"} | titles, _time_and_speed
+    )
     note = f"Microseconds for one query token per sequence ({_clock(rows)}); in brackets the "
-    return tables.table(header, lines) + f"\n\n{note}speed over that of cuDNN on bfloat16."
+    return f"{text}\n\n{note}speed over that of cuDNN on bfloat16."
+
+
+# What a table has the fastest cuDNN row under.
+_BASE = "cudnn"
+
+
+def _places(rows: Iterable[Row], methods: Iterable[str]) -> dict[str, dict[str, Row]]:
+    """By shape the fastest cuDNN row, and the fastest row of each of these methods."""
+    methods = list(methods)
+    return {
+        label: {
+            name: row for name in (_BASE, *methods) if (row := _fastest_of(group, name)) is not None
+        }
+        for label, group in tables.shapes(rows).items()
+    }
+
+
+def _fastest_of(rows: Iterable[Row], name: str) -> Row | None:
+    return tables.fastest(rows, is_cudnn) if name == _BASE else _of_method(rows, name)
+
+
+def _time_and_speed(row: Row) -> str:
+    ratio = None if is_cudnn(row) else row.get("speedup_over_cudnn")
+    return tables.with_ratio(_microseconds(row), ratio)
 
 
 def prefill_table(result: Result, model: str = "", *, short: bool = False) -> str:
@@ -269,20 +283,17 @@ def several_table(result: Result) -> str:
 def training_table(result: Result) -> str:
     """Forward and backward in one call, by shape: cuDNN's time, and ours over it."""
     rows = tables.finished(result, "training")
-    columns = list(dict.fromkeys(row["method"] for row in rows if not is_cudnn(row)))
-    lines = []
-    for label, group in tables.shapes(rows).items():
-        base = tables.fastest(group, is_cudnn)
-        line = [label, _microseconds(base)]
-        for method in columns:
-            row = _of_method(group, method)
-            line.append("-" if row is None else f"{row['speedup_over_cudnn']:.2f}x")
-        lines.append(line)
-    header = ["batch x tokens", "cuDNN bf16, us"]
-    for method in columns:
-        mode, _, gradient = method.removeprefix("turbo-").partition("-exact-gradient-")
-        header.append(f'`{mode}`, `gradient="{gradient}"`')
-    return tables.table(header, lines)
+    titles = {}
+    for row in rows:
+        if not is_cudnn(row):
+            mode, _, gradient = row["method"].removeprefix("turbo-").partition("-exact-gradient-")
+            titles[row["method"]] = f'`{mode}`, `gradient="{gradient}"`'
+    return tables.pivot(
+        "batch x tokens",
+        _places(rows, titles),
+        {_BASE: "cuDNN bf16, us"} | titles,
+        lambda row: _microseconds(row) if is_cudnn(row) else _OVER[1](row),
+    )
 
 
 def _shapes_cudnn(rows: Iterable[Row], like: Row) -> float:

@@ -204,20 +204,18 @@ def by_place(result: Result) -> dict[str, list[Row]]:
 
 def summary_table(result: Result) -> str:
     """Decode by shape: the fastest of cuDNN and of each kind of pages."""
-    lines = []
-    for place, rows in by_place(result).items():
-        line = [place]
-        for family in ("cudnn", "bf16-pages", "fp8-pages", "turbo4"):
-            row = _fastest(rows, family)
-            if row is None:
-                line.append("-")
-                continue
-            ratio = row["speedup_over"].get("cudnn")
-            shown = family != "cudnn" and ratio is not None
-            line.append(tables.number(row["us"]) + (f" ({ratio:.2f}x)" if shown else ""))
-        lines.append(line)
-    header = ["batch x tokens", "cuDNN, dense bf16", "bf16 pages", "fp8 pages", "turbo4 pages"]
-    return tables.table(header, lines)
+    titles = {"cudnn": "cuDNN, dense bf16", "bf16-pages": "bf16 pages", "fp8-pages": "fp8 pages"}
+    titles |= {"turbo4": "turbo4 pages"}
+    places = {
+        place: {family: row for family in titles if (row := _fastest(rows, family)) is not None}
+        for place, rows in by_place(result).items()
+    }
+    return tables.pivot("batch x tokens", places, titles, _over_cudnn)
+
+
+def _over_cudnn(row: Row) -> str:
+    ratio = None if row["family"] == "cudnn" else row["speedup_over"].get("cudnn")
+    return tables.with_ratio(tables.number(row["us"]), ratio)
 
 
 _SUMMARY = (

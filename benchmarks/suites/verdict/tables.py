@@ -102,9 +102,8 @@ def _speed_cell(row: Row | None) -> str:
     """Microseconds, and the speed over fp8 pages."""
     if row is None:
         return "-"
-    ratio = row["speedup_over"].get("fp8-pages")
-    shown = ratio is not None and row["method"] != FP8
-    return tables.number(row["us"]) + (f" ({ratio:.2f}x)" if shown else "")
+    ratio = None if row["method"] == FP8 else row["speedup_over"].get("fp8-pages")
+    return tables.with_ratio(tables.number(row["us"]), ratio)
 
 
 def _text_cells(row: Row | None) -> list[str]:
