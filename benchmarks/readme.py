@@ -1,19 +1,11 @@
-"""Writes the figures of README.md from the committed results.
+"""The figures of README.md, from the committed results: what stands between its markers."""
 
-`python -m benchmarks.readme` rewrites what stands between the markers; with `--check` it only
-says whether that would change anything. `python -m benchmarks report` does the same, and writes the
-tables and plots of the docs too.
-"""
-
-import argparse
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import summary
 from benchmarks.stored import dated, newest
-from turbojax import _writing
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -80,20 +72,3 @@ def fill(
         head, rest = text.split(begin, 1)
         text = f"{head}{begin}\n{table()}\n{end}{rest.split(end, 1)[1]}"
     return text
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="fail if README.md is out of date")
-    check = parser.parse_args().check
-    path = ROOT / "README.md"
-    old = path.read_text(encoding="utf-8")
-    new = fill(old)
-    if check and new != old:
-        sys.exit("README.md is out of date: run python -m benchmarks.readme")
-    if not check:
-        _writing.write_text(path, new)
-
-
-if __name__ == "__main__":
-    main()

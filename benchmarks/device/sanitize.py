@@ -17,6 +17,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -27,10 +28,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
-from unittest import mock
+
+from benchmarks.device.registers import lowering_for
 
 TOOLS = ("memcheck", "racecheck")
 ENVIRONMENT = {
@@ -116,23 +117,8 @@ def lower(name: str) -> tuple[Any, tuple[Any, ...]]:
     return traced.lower(lowering_platforms=("cuda",)), arguments
 
 
-@contextlib.contextmanager
-def as_on_an_h100() -> Iterator[None]:
-    """While functions are lowered for an H100 that is not there."""
-    import jax
-
-    from turbojax import _device
-
-    device = jax.sharding.AbstractDevice(
-        device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="cuda"
-    )
-    axes = {"axis_types": (jax.sharding.AxisType.Auto,), "abstract_device": device}
-    mesh = jax.sharding.AbstractMesh((1,), ("device",), **axes)
-    with (
-        mock.patch.object(_device, "gpu_compute_capability", return_value=9.0),
-        jax.sharding.use_abstract_mesh(mesh),
-    ):
-        yield
+as_on_an_h100 = functools.partial(lowering_for, "9.0")
+"""While functions are lowered for an H100 that is not there."""
 
 
 def dry(pattern: str) -> None:

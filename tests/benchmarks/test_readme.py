@@ -61,7 +61,7 @@ def test_links_lead_to_files(path):
 
 
 def test_tables_are_those_of_the_results():
-    assert readme.fill(README) == README, "run python -m benchmarks.readme"
+    assert readme.fill(README) == README, "run python -m benchmarks report"
     assert set(readme.active()) == set(readme.TABLES)
 
 
