@@ -1,6 +1,5 @@
 """FireQ's suites: what they count, that they run and compare, and their tables and plot."""
 
-import copy
 import dataclasses
 import json
 
@@ -135,43 +134,8 @@ def test_methods_have_the_same_weights():
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    return quick_run(tmp_path_factory.mktemp("run"), "fireq", WITHOUT_HOPPER)
-
-
-@pytest.fixture(scope="module")
 def decode_result(tmp_path_factory):
     return quick_run(tmp_path_factory.mktemp("run"), "kv4", WITHOUT_HOPPER)
-
-
-@pytest.fixture(scope="module")
-def model_result(tmp_path_factory):
-    return quick_run(tmp_path_factory.mktemp("run"), "fireq_model")
-
-
-@pytest.mark.fuzz
-def test_a_quick_run_measures_and_compares(result):
-    rows = {row["name"]: row for row in result["rows"]}
-    assert set(result["ceilings"]) == {"copy", "bf16", "fp8"}
-    place = "matmul/k192-n72/m5"
-    ours = rows[f"{place}/int4/xla"]
-    for name in ("bf16", "fp8", "int4/xla", "int4-activations/xla", "int4-bf16-scales/xla"):
-        row = rows[f"{place}/{name}"]
-        assert row["status"] == "ok", row
-        # Nothing but the rounding of the result to bfloat16: 2**-9 at most, half of it on average.
-        assert 0 < row["relative_l1"] < 2**-9
-        assert row["speedup_over"]["fp8"] == rows[f"{place}/fp8"]["us"] / row["us"]
-    assert ours["percent_of_ceiling"] == 100 * ours["floor_us"] / ours["us"]
-    layers = [rows[f"feed-forward/tiny/m3/{name}"] for name in ("bf16", "bf16-apart", "int4/xla")]
-    fastest = min(row["us"] for row in layers[:2])
-    for row in layers:
-        assert row["speedup_over"] == {"bf16": fastest / row["us"]}
-        assert row["relative_l1"] < 0.01
-    for kind in ("plain", "norm"):
-        # e4m3 has three bits after the first: an error of 2**-4 at most.
-        assert 0.01 < rows[f"quantize/{kind}-3x64/e4m3/xla"]["relative_l1"] < 2**-5
-    if not timing.on_gpu():
-        assert "triton: needs" in rows[f"{place}/int4/triton"]["reason"]
 
 
 @pytest.mark.slow
@@ -185,16 +149,6 @@ def test_a_quick_run_of_decoding(decode_result):
     assert "relative_l1" not in rows["kv4-decode/tiny/b2-s192/turbo-4bit/xla"]
     if not timing.on_gpu():
         assert rows["kv4-decode/tiny/b2-s192/cudnn"]["status"] == "not run"
-
-
-@pytest.mark.fuzz
-def test_a_quick_run_of_models(model_result):
-    assert [row["family"] for row in model_result["rows"]] == ["bf16", "int4-kv4"]
-    for row in model_result["rows"]:
-        assert row["status"] == "ok", row
-        assert row["percent_of_ceiling"] > 0
-        assert set(row["speedup_over"]) == {"bf16"}
-        assert row["tokens_per_second"] == pytest.approx(2 * 24 / (1e-6 * row["us"]))
 
 
 @pytest.mark.fuzz
@@ -251,34 +205,6 @@ def test_failures_are_rows(monkeypatch):
     late = []
     calls.run(rows, {}, late.append, deadline=-1.0)
     assert {row["reason"] for row in late} == {tables.OUT_OF_TIME}
-
-
-@pytest.mark.fuzz
-def test_sections_of_quick_runs(result, decode_result, model_result, monkeypatch):
-    monkeypatch.setattr(fireq, "SUMMARY_PRODUCT", (192, 72))
-    result = copy.deepcopy(result)
-    for row in result["rows"]:
-        if row["operation"] in (fireq.MATMUL, fireq.FFN) and row["status"] == "ok":
-            row["us"] = {"bf16": 60.0, "fp8": 30.0, "int4": 15.0}[row["family"]]
-    result["rows"] = fireq.FIREQ.with_ratios(result["rows"])
-    sections = {}
-    results = (fireq.FIREQ, result), (fireq.KV4, decode_result), (fireq.FIREQ_MODEL, model_result)
-    for suite, found in results:
-        sections |= {name: table("x.json", found) for name, table in suite.tables.items()}
-    fireq.speed_plot(result)
-    text = sections["fireq matmul"]
-    assert "| 192 to 72, 5 tokens | INT4 | xla | 15 | 4.00x | 2.00x |" in text
-    assert "](fireq_speed.png)" in text
-    if not timing.on_gpu():
-        assert "| triton | not run: int4_matmul cannot run here: triton: needs" in text
-    assert "| tiny (64, 96), 3 tokens | INT4 | xla | 15 | 4.00x |" in sections["fireq feed-forward"]
-    assert "| RMSNorm and rounding, 3 x 64 | to e4m3 | xla |" in sections["fireq quantize"]
-    assert "| tiny, 2 x 192 | KV4 | xla |" in sections["fireq decode"]
-    assert "| tiny, 2 x 24 | INT4, e4m3, KV4 | 2 |" in sections["fireq model"]
-    ours, text = "15 (4.00x, 2.00x)", sections["fireq summary"]
-    assert f"| 192 to 72, 5 tokens | 60 | 30 | - | {ours} | {ours} |" in text
-    assert "| tiny (64, 96), 3 tokens | 60 | - | - | - | 15 (4.00x) |" in text
-    assert "(`benchmarks/results/x.json`)" in text
 
 
 def test_tables_say_what_did_not_run():

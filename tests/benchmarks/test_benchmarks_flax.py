@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import loading_worker, timing
+from benchmarks import loading_worker
 from benchmarks.measuring import steps
 from benchmarks.suites import families, flax, loading
-from tests.benchmarks.quick_runs import quick_run
 from turbojax import models
 from turbojax.caches import init_layer_cache
 from turbojax.models.generation import session as generation
@@ -236,77 +235,6 @@ def test_wrong_logits_are_a_failed_row(monkeypatch):
 # Whole runs ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def flax_result(tmp_path_factory):
-    pattern = "nnx|decode.*(exact|turbo4)|training.*(turbo-int8|pooled)"
-    return quick_run(tmp_path_factory.mktemp("run"), "flax", pattern)
-
-
-@pytest.fixture(scope="module")
-def families_result(tmp_path_factory):
-    return quick_run(tmp_path_factory.mktemp("run"), "families")
-
-
-@pytest.fixture(scope="module")
-def loading_result(tmp_path_factory):
-    return quick_run(tmp_path_factory.mktemp("run"), "loading")
-
-
-@pytest.mark.fuzz
-def test_a_quick_run_of_flax(flax_result):
-    rows = {row["name"].rpartition("/")[2]: row for row in flax_result["rows"]}
-    assert set(flax_result["ceilings"]) == {"copy", "bf16"}
-    for name, row in rows.items():
-        if name == "nnx-cudnn" and not timing.on_gpu():
-            assert row["reason"] == f"cuDNN needs a GPU, not {jax.default_backend()}"
-            continue
-        assert row["status"] == "ok", row
-        assert set(row["speedup_over"]) == ({"nnx"} if not timing.on_gpu() else {"nnx", "cudnn"})
-    # Codes of 4 bits are off by a tenth, sums of many by less; a wrong output would be off by 1.
-    assert 0 < rows["turbo4"]["relative_l2"] < 0.1
-    # bfloat16 keys and values of 2 heads of 16, 2 sequences of 256 tokens; an index or lengths.
-    held = 2 * 2 * 256 * 2 * 16 * 2
-    assert held < rows["exact"]["cache_bytes"] < held + 64
-    # 8 bytes of codes and 2 of norm, against 32.
-    assert rows["turbo4"]["smaller_than_nnx"] == pytest.approx(3.2, rel=0.02)
-    for name in ("turbo-int8", "pooled"):
-        assert 0 < rows[name]["gradient_relative_l2"] < 0.1
-        # Four projections forward and twice backward; attention of every token to every other.
-        products = 3 * 2 * 256 * 4 * 32 * 32 + 3.5 * 2 * 256 * 256 * 32
-        assert rows[name]["operations"] == products
-
-
-@pytest.mark.fuzz
-def test_a_quick_run_of_families(families_result):
-    rows = {row["method"]: row for row in families_result["rows"]}
-    assert list(rows) == list(families.Group.cases)
-    for row in rows.values():
-        assert row["status"] == "ok", row
-        assert row["tokens_per_second"] == pytest.approx(2 / (1e-6 * row["us"]))
-        bases = {name: rows[name]["us"] / row["us"] for name in families.UNCOMPRESSED}
-        assert row["speedup_over"] == bases
-        assert row["weight_bytes"] == 2 * models.SHAPES["tiny"].num_parameters
-        assert row["clock"] == "wall"
-    assert rows["exact"]["relative_l2"] == 0
-    for name in ("fp8_e4m3", "turbo4", "4bit"):
-        assert 0 < rows[name]["relative_l2"] < 0.1
-    assert rows["fp8_e4m3"]["smaller_than_exact"] == pytest.approx(2, rel=0.01)
-
-
-@pytest.mark.fuzz
-def test_a_quick_run_of_loading(loading_result):
-    assert loading_result["ceilings"] == {}
-    rows = {(row["files"], row["method"]): row for row in loading_result["rows"]}
-    assert len(rows) == 6
-    for (files, method), row in rows.items():
-        assert row["status"] == "ok", row
-        assert row["model_bytes"] == 2 * models.SHAPES["tiny"].num_parameters
-        if method != "read":
-            assert row["peak_host_bytes"] is None or row["peak_host_bytes"] > 0
-        bases = {"read", "naive"} if files == "memory" else {"read"}
-        assert set(row["speedup_over"]) == bases
-
-
 @pytest.mark.fuzz
 def test_what_is_written_is_a_checkpoint(tmp_path):
     loading.write(loading.Group("tiny", 3), tmp_path)
@@ -375,11 +303,3 @@ def test_host_memory():
             time.sleep(loading_worker._SAMPLED_SECONDS)
         del block
     assert 0.9 < memory.peak / (1 << 26) < 2
-
-
-@pytest.mark.fuzz
-def test_a_quick_run_can_be_reported(flax_result, families_result, loading_result):
-    for name in ("flax decode", "flax training"):
-        assert "nnx.MultiHeadAttention" in flax.SUITE.tables[name]("x", flax_result)
-    assert "| tiny, 2 x 192 |" in families.families_summary("x", families_result)
-    assert "`load_decoder`" in loading.SUITE.tables["loading"]("x", loading_result)

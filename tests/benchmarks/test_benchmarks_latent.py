@@ -8,7 +8,6 @@ import pytest
 from benchmarks import readme
 from benchmarks.measuring import calls
 from benchmarks.suites import latent
-from tests.benchmarks.quick_runs import WITHOUT_HOPPER, quick_run
 from tests.tools.docs_helpers import docs_text
 
 LENGTHS = (
@@ -36,18 +35,6 @@ def test_what_is_counted():
         rest = 2 * s.batch * s.heads * (2 * s.latent + s.rope)
         assert needs.nbytes == s.batch * s.length * token + rest
         assert needs.operations == 2 * s.batch * s.heads * s.length * (s.latent * 2 + s.rope)
-
-
-@pytest.mark.fuzz
-def test_a_quick_run_measures_and_compares(tmp_path):
-    result = quick_run(tmp_path, "latent", WITHOUT_HOPPER)
-    rows = {row["name"]: row for row in result["rows"]}
-    assert {row["status"] for row in rows.values()} == {"ok"}
-    ours = rows["latent/tiny/b2-s100/turbo4/xla"]
-    assert set(ours["speedup_over"]) == {"bf16"}
-    assert ours["relative_l1"] < 0.02
-    text = latent.SUITE.tables["latent"]("latent.json", result)
-    assert "| tiny (4 heads) | 2 x 100 | turbo4, xla |" in text
 
 
 def test_prose_agrees_with_the_tuning():

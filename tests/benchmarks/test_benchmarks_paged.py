@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import tables, timing
+from benchmarks import tables
 from benchmarks.measuring import calls
 from benchmarks.measuring.calls import Arrays
 from benchmarks.shapes import Shape
@@ -17,7 +17,6 @@ from benchmarks.suites.paged import cases as paged_cases
 from benchmarks.suites.paged import inputs as paged_inputs
 from benchmarks.suites.paged import suite as paged
 from benchmarks.suites.paged.inputs import Problem
-from tests.benchmarks.quick_runs import WITHOUT_HOPPER, quick_run
 
 TINY = Shape("tiny", 2, 192)
 
@@ -104,59 +103,6 @@ def test_exact_is_softmax_of_what_is_seen():
         p = np.exp(scores - scores.max())
         want = p @ value[b, :count, head] / p.sum()
         np.testing.assert_allclose(got[b, r, n], want, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.fuzz
-def test_a_quick_run_of_formats(tmp_path):
-    rows = quick_run(tmp_path, "paged_formats", WITHOUT_HOPPER)["rows"]
-    assert {row["status"] for row in rows if row["family"] != "cudnn"} == {"ok"}
-    errors = {row["name"]: row["relative_l2"] for row in rows if row["status"] == "ok"}
-    kinds = ("auto", "fp8_e4m3", "int8", "k8v4", "int8_v4", "turbo_k4v2", "turbo_k3v2")
-    for kv_dtype in kinds:
-        # Nothing but the rounding of the result to bfloat16: 2**-9 at most.
-        assert 0 < errors[f"paged-decode/tiny/b2-s192/{kv_dtype}/xla"] < 2**-9
-    kinds = ("auto", "int8", "fp8_e4m3", "k8v4")
-    stored = [errors[f"paged-append/tiny/b2-s192/{kind}"] for kind in kinds]
-    assert stored == sorted(set(stored))
-
-
-@pytest.mark.fuzz
-def test_a_quick_run_measures_and_compares(tmp_path):
-    """And can be reported."""
-    result = quick_run(tmp_path, "paged", WITHOUT_HOPPER)
-    rows = {row["name"]: row for row in result["rows"]}
-    assert set(result["ceilings"]) == {"copy", "bf16"}
-    place = "paged-decode/tiny/b2-s192"
-    base = rows[f"{place}/auto/xla"]["us"], rows[f"{place}/fp8_e4m3/xla"]["us"]
-    for kv_dtype in ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4"):
-        row = rows[f"{place}/{kv_dtype}/xla"]
-        assert row["status"] == "ok", row
-        # Nothing but the rounding of the result to bfloat16: 2**-9 at most.
-        assert 0 < row["relative_l2"] < 2**-9
-        assert row["percent_of_ceiling"] == 100 * row["floor_us"] / row["us"]
-        if not timing.on_gpu():
-            ratios = dict(
-                zip(("bf16-pages", "fp8-pages"), (x / row["us"] for x in base), strict=True)
-            )
-            assert row["speedup_over"] == ratios
-    assert rows["paged-decode/tiny/b2-s192-ragged/turbo4/xla"]["relative_l2"] < 2**-9
-    assert rows["paged-chunk/tiny/b2-s192-t4/turbo4/xla"]["relative_l2"] < 2**-9
-    pages = [rows[f"paged-page-size/tiny/b2-s192/turbo4/page-{n}/xla"] for n in (64, 16)]
-    for row in pages:
-        assert row["speedup_over"] == {"page-64": pages[0]["us"] / row["us"]}
-    for label in ("b2-s192", "b2-s192-t96"):
-        stored = [rows[f"paged-append/tiny/{label}/{x}"] for x in ("dense", "auto")]
-        assert [row["relative_l2"] for row in stored] == [0, 0]
-        turbo4 = rows[f"paged-append/tiny/{label}/turbo4"]
-        assert 0.05 < turbo4["relative_l2"] < 0.12
-        assert turbo4["speedup_over"] == {"dense": stored[0]["us"] / turbo4["us"]}
-    if not timing.on_gpu():
-        assert "triton: needs" in rows[f"{place}/turbo4/triton"]["reason"]
-        assert rows[f"{place}/cudnn"]["status"] == rows[f"{place}/jax"]["status"] == "not run"
-    for operation in (paged.DECODE, paged.PAGES, paged.APPEND):
-        assert "| XLA |" in paged.operation_table(result, operation) or (
-            "| xla |" in paged.operation_table(result, operation)
-        )
 
 
 @pytest.mark.quick(1)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import turbojax as tj
-from benchmarks import __main__ as command
-from benchmarks import readme, report, suite, tables, timing
+from benchmarks import readme, report, suite, tables
 from benchmarks.measuring.steps import compile_side_by_side
 from benchmarks.shapes import Shape
 from benchmarks.suites.pooled import suite as pooled
@@ -86,41 +85,6 @@ def test_compiling_side_by_side_keeps_the_order_and_the_errors():
     failure = suite.failure(second.exception())
     assert failure == {"status": "not run", "reason": "not here"}
     assert suite.failure(ValueError("x"))["reason"] == "ValueError: x"
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    """A quick run on this device of the causal shape."""
-    path = tmp_path_factory.mktemp("run") / "pooled_2000-01-01.json"
-    arguments = ["run", "--suite", "pooled", "--quick", "--repetitions", "2", "--out", str(path)]
-    command.main([*arguments, "--filter", "causal/(cudnn|top-k|.*0.05/(xla|mosaic)|all-1/xla)"])
-    return json.loads(path.read_text())
-
-
-@pytest.mark.fuzz
-def test_a_quick_run_measures_and_compares(result):
-    rows = {row["name"]: row for row in result["rows"]}
-    assert set(result["ceilings"]) == {"copy", "bf16"}
-    ours = rows["pooled-gradient/tiny/b1-s384-causal/mixture-0.05/xla"]
-    # Three rows see 1, 2 and 3 blocks: the three diagonal ones are half of them.
-    assert (ours["status"], ours["density"]) == ("ok", 0.5)
-    assert ours["work"] == 3.5 * 0.5 * (4 * 4 * 384 * 384 * 64 / 2)
-    assert set(ours["gradient_errors"]) == {"query", "key", "value"}
-    # bfloat16 against float32 by the same definition.
-    for errors in (ours, *ours["gradient_errors"].values()):
-        assert 0 < errors["relative_l1"] < 0.02
-        assert errors["cosine"] > 0.999
-    dense = rows["pooled/tiny/b1-s384-causal/all-1/xla"]
-    assert dense["density"] == 1
-    assert "out_against_dense" not in dense
-    assert ours["out_against_dense"]["relative_l1"] > dense["relative_l1"]
-    chosen = rows["pooled-select/tiny/b1-s384-causal/top-k"]
-    assert chosen["us"] > 0
-    assert chosen["density"] == rows["pooled/tiny/b1-s384-causal/top-k/xla"]["density"]
-    if not timing.on_gpu():
-        assert rows["pooled/tiny/b1-s384-causal/cudnn"]["status"] == "not run"
-        refused = rows["pooled/tiny/b1-s384-causal/mixture-0.05/mosaic_gpu"]
-        assert "mosaic_gpu: needs" in refused["reason"]
 
 
 @pytest.mark.fuzz

@@ -15,7 +15,6 @@ from benchmarks import tables
 from benchmarks.suite import describe
 from benchmarks.suites.serving import cases, client, engines, suite
 from benchmarks.suites.serving.cases import LOOP, Case, Group, Setting
-from tests.benchmarks.quick_runs import quick_run
 from turbojax import models
 from turbojax.models.engine import Finished, Result
 
@@ -423,26 +422,6 @@ class TestTables:
         suite.plot(result)
         suite.plot({**result, "rows": []})
         assert "](serving.png)" in suite.SUITE.tables["serving"]("x.json", result)
-
-
-@pytest.mark.fuzz
-def test_a_quick_run(tmp_path):
-    rows = quick_run(tmp_path, "serving")["rows"]
-    assert len(rows) == len(suite.SUITE.rows(quick=True))
-    for row in rows:
-        assert row["status"] == "ok", row
-        group = QUICK[row["label"]]
-        if row["runs"] in ("engine", "http"):
-            assert row["new_tokens"] == group.requests * group.new
-            assert row["prompt_tokens"] == group.requests * group.prompt
-            assert row["reused_tokens"] == 0
-        if row["speculates"]:
-            # One loop in which nothing repeats, one in which everything does.
-            repeats = row["label"] != "no-loops"
-            assert ((row["acceptance"] or 0) > 0.1) == repeats  # None: nothing was guessed
-        for figure in row["over"]:
-            assert row[figure] > 0
-        assert set(row["asked"]) <= {*row["reached"], "idle_ms"}
 
 
 def test_names_and_sizes():

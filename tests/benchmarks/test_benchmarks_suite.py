@@ -10,6 +10,7 @@ from benchmarks.shapes import Shape
 from benchmarks.suite import Latest, attempt, over_baselines, over_cudnn
 from benchmarks.suites.attention import cases as attention_cases
 from benchmarks.suites.attention.decode import COMPRESS
+from tests.benchmarks.quick_runs import WITHOUT_HOPPER, quick_run
 
 TINY = Shape("tiny", 2, 192)
 
@@ -38,6 +39,21 @@ class TestEverySuite:
         line = f"{found[0]['name']}: not run: {tables.OUT_OF_TIME}"
         assert suite.one_line(found[0]) == line
         assert suite.with_ratios(found) == found
+
+
+@pytest.mark.fuzz
+@pytest.mark.filterwarnings("ignore:No artists with labels")  # of what cannot run here
+@pytest.mark.parametrize("name", catalogue.SUITES)
+def test_a_quick_run(name, tmp_path):
+    """Rows check their outputs themselves; and all that a suite shows can be shown of them."""
+    suite = catalogue.SUITES[name]
+    result = quick_run(tmp_path, name, WITHOUT_HOPPER)
+    assert "ok" in {row["status"] for row in result["rows"]}
+    assert [row for row in result["rows"] if row["status"] == "failed"] == []
+    for table in suite.tables.values():
+        assert table(f"{name}.json", result)
+    for plot in suite.plots.values():
+        plot(result)
 
 
 def test_a_table_and_a_plot_have_one_owner():

@@ -1,11 +1,8 @@
 """The suites of the verdict and of latency: what they count, that they run, their tables."""
 
-import json
-
 import jax
 import pytest
 
-from benchmarks import __main__ as command
 from benchmarks import readme, report
 from benchmarks.shapes import Shape
 from benchmarks.suites import generate, latency
@@ -337,19 +334,3 @@ def test_prose_agrees_with_the_verdict():
 
 
 # A run --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.fuzz
-def test_a_quick_run_measures_all_three(tmp_path):
-    out = tmp_path / "verdict.json"
-    command.main(["run", "--suite", "verdict", "--quick", "--repetitions", "2", "--out", str(out)])
-    result = json.loads(out.read_text())
-    rows = {row["method"]: row for row in result["rows"] if row["operation"] == DECODE}
-    assert rows["exact"]["relative_l1"] < 0.01 < rows["fp8_e4m3"]["relative_l1"]
-    assert rows["fp8_e4m3"]["relative_l1"] < rows["turbo4"]["relative_l1"] < 0.2
-    assert rows["turbo4"]["cache_bytes"] < rows["fp8_e4m3"]["cache_bytes"]
-    [text] = [row for row in result["rows"] if row["operation"] == TEXT]
-    assert (text["status"], text["model"]) == ("ok", "tiny")
-    assert text["text"]["divergence"] > 0
-    for name, table in tables.TABLES.items():
-        assert "2000" not in table("verdict.json", result), name
