@@ -129,12 +129,13 @@ def _errors(got: jax.Array, want: jax.Array) -> tuple[jax.Array, dict[str, jax.A
     return jnp.all(jnp.isfinite(got)), {
         "cosine": jnp.sum(got * want) / (jnp.linalg.norm(got) * jnp.linalg.norm(want)),
         "relative_l1": jnp.sum(jnp.abs(difference)) / jnp.sum(jnp.abs(want)),
+        "relative_l2": jnp.linalg.norm(difference) / jnp.linalg.norm(want),
         "rmse": jnp.sqrt(jnp.mean(difference**2)),
     }
 
 
 def errors(got: jax.Array, want: jax.Array) -> Error:
-    """Cosine similarity, relative L1 and root mean squared error, over all elements."""
+    """Cosine similarity, relative L1 and L2 and root mean squared error, over all elements."""
     if got.shape != want.shape:
         raise ValueError(f"{got.shape=} must equal {want.shape=}")
     is_finite, found = _errors(got, want)

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks._compat import cudnn_attention
-from benchmarks.measuring.calls import Arrays, Case, Group
+from benchmarks.measuring.calls import Arrays, Call, Case, Group
 from benchmarks.measuring.samples import exact_attention, require_gpu
 from benchmarks.measuring.work import Needs
 from benchmarks.shapes import Shape
 from benchmarks.suites.paged import inputs
-from benchmarks.suites.paged.inputs import Append, Checked, Compared, Problem
+from benchmarks.suites.paged.inputs import MOST, Append, Compared, Problem
 from turbojax import paged
 from turbojax.paged import PagedCache
 
@@ -34,7 +34,7 @@ _STORED = {
     **{"int8": 0.01, "int8_v4": 0.12},
 }
 # The most query rows of a KV head that meet fp8 pages in more than 8 bits; the error of others.
-_FEW_ROWS, _E4M3_PRODUCTS = 64, 0.08
+_FEW_ROWS, _E4M3_PRODUCTS = 64, ("relative_l2", 0.08)
 # An append writes to this many places in turn.
 _PLACES = 16
 
@@ -84,7 +84,7 @@ def page_sizes(shape: Shape, kv_dtype: str, implementation: str, sizes: Iterable
     return Group(PAGES, f"{shape.label}/{kv_dtype}", facts, tuple(cases))
 
 
-def _paged(problem: Problem, kv_dtype: str, implementation: str, arrays: Arrays) -> Checked:
+def _paged(problem: Problem, kv_dtype: str, implementation: str, arrays: Arrays) -> Call:
     cache = arrays.get(inputs.pool, problem.shape, problem.page_size, kv_dtype)
     operands = (
         arrays.get(inputs.query, problem),
@@ -93,14 +93,14 @@ def _paged(problem: Problem, kv_dtype: str, implementation: str, arrays: Arrays)
     )
     attend = functools.partial(paged.attention, implementation=implementation)
     needs = problem.needs(cache.token_bytes)
-    limit = Checked.limit
+    most = MOST
     rows = problem.queries * problem.shape.heads.query // problem.shape.heads.kv
     if (kv_dtype, implementation) == ("fp8_e4m3", MOSAIC) and rows > _FEW_ROWS:
-        limit = _E4M3_PRODUCTS
-    return Checked(attend, operands, needs, inputs.check_paged, operands, limit=limit)
+        most = _E4M3_PRODUCTS
+    return Call(attend, operands, needs, inputs.check_paged, operands, most=most)
 
 
-def _cudnn(problem: Problem, arrays: Arrays, *, masked: bool = True) -> Checked:
+def _cudnn(problem: Problem, arrays: Arrays, *, masked: bool = True) -> Call:
     """Dense keys and values, causal if the queries are all of a sequence's tokens.
 
     Otherwise it hides nothing from the earlier ones of several queries: causal, it would take them
@@ -117,10 +117,10 @@ def _cudnn(problem: Problem, arrays: Arrays, *, masked: bool = True) -> Checked:
     seen = lengths if masked else jnp.full_like(lengths, problem.shape.tokens)
     check = functools.partial(inputs.check_dense, causal=problem.is_whole)
     needs = problem.needs(_dense_token_bytes(problem.shape))
-    return Checked(attend, operands, needs, check, (*operands[:3], seen))
+    return Call(attend, operands, needs, check, (*operands[:3], seen), most=MOST)
 
 
-def _cudnn_paged(problem: Problem, arrays: Arrays) -> Checked:
+def _cudnn_paged(problem: Problem, arrays: Arrays) -> Call:
     """cuDNN on our bfloat16 pages, which jax reaches only through a private module.
 
     Tables name every page once, and every entry must be a page. It has none of 8-bit floats.
@@ -148,14 +148,15 @@ def _cudnn_paged(problem: Problem, arrays: Arrays) -> Checked:
 
     operands = (query, cache.key, cache.value, jnp.maximum(tables, 0), lengths)
     needs = problem.needs(cache.token_bytes)
-    return Checked(attend, operands, needs, inputs.check_paged, (query, cache, tables, lengths))
+    against = (query, cache, tables, lengths)
+    return Call(attend, operands, needs, inputs.check_paged, against, most=MOST)
 
 
 def _dense_token_bytes(shape: Shape) -> int:
     return 2 * shape.heads.kv * shape.heads.dim * _BFLOAT16
 
 
-def _jax(problem: Problem, arrays: Arrays, *, block: int | None) -> Checked:
+def _jax(problem: Problem, arrays: Arrays, *, block: int | None) -> Call:
     """The kernel that jax ships, on our bfloat16 pages in the layout that it needs.
 
     It takes no scale, so the queries are scaled before.
@@ -180,7 +181,7 @@ def _jax(problem: Problem, arrays: Arrays, *, block: int | None) -> Checked:
     operands = (query, *pages, jnp.maximum(tables, 0), lengths)
     against = (query, cache, tables, lengths)
     needs = problem.needs(cache.token_bytes)
-    return Checked(attend, operands, needs, inputs.check_paged, against)
+    return Call(attend, operands, needs, inputs.check_paged, against, most=MOST)
 
 
 def _heads_first(shape: Shape, page_size: int, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -237,7 +238,7 @@ def _append(shape: Shape, new: int, kv_dtype: str, arrays: Arrays) -> Append:
         needs,
         check,
         (key, value, tables),
-        limit=_STORED[kv_dtype],
+        most=("relative_l2", _STORED[kv_dtype]),
         make=make,
         starts=tuple(map(jnp.asarray, lengths)),
     )
@@ -274,7 +275,7 @@ def _append_dense(shape: Shape, new: int, arrays: Arrays) -> Append:
         _append_needs(shape, new, _dense_token_bytes(shape)),
         check,
         (key, value),
-        limit=0.0,
+        most=("relative_l2", 0.0),
         make=make,
         starts=tuple(jnp.asarray(start, jnp.int32) for start in starts),
     )
