@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, Registry
-from turbojax.attention.options import Options, require_causal
+from turbojax.attention.options import Options
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.turbo import unrounded
 from turbojax.attention.turbo.api import ATTENTION
-from turbojax.caches import checks, new_tokens
+from turbojax.caches import checks
 from turbojax.caches.base import Attended
 from turbojax.caches.progressive import decode_mosaic, decode_reference, decode_triton
 from turbojax.caches.progressive.cache import ProgressiveCache
@@ -92,23 +92,3 @@ def _attend_and_store(
         return (unrounded.exact(query, key, value, options), None), filled
     out = attend.run(query, key, value, inside, inside, modifiers=modifiers, **static, **extra)
     return out, filled
-
-
-def decode(
-    query: jax.Array,
-    cache: ProgressiveCache,
-    query_lengths: jax.Array | None = None,
-    *,
-    options: Options,
-    modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
-    residual: bool = False,
-) -> Attended:
-    """See `turbojax.caches.base.Kind.decode`; the log-sum-exp is always there."""
-    del residual
-    require_causal(options)
-    lengths = checks.check_newest(cache, query, query_lengths)
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    return new_tokens.decode(
-        DECODE, tables.DECODE, query, cache, lengths, modifiers=modifiers, **static
-    )
