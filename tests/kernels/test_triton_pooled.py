@@ -161,7 +161,8 @@ def test_launches_agree(tile, tile_kv):
 
     @jit
     def launch(q, k, v):
-        sides = [triton._side(x, whole[1], True) for x in (k, v)]
+        with interpret_kernels():
+            sides = [triton._side(x, whole[1]) for x in (k, v)]
         out, residual = pooled_forward.forward(q, *sides, found, *whole, settings)
         rows = rows_of.gradient_rows(out, residual, d_out, d_residual, tokens)
         queries = _pooled_common.Queries(q, *rows)
@@ -314,11 +315,10 @@ def test_lowers_for_cuda(dtype, head_dim, block_q, block_kv, is_causal):
     length = jax.ShapeDtypeStruct((2,), jnp.int32) if is_causal else None
     static = {
         "options": PooledOptions(is_causal, scale=0.1, block_q=block_q, block_kv=block_kv),
-        "interpret": False,
     }
     arrays = (q, k, k, levels, length, length)
-    forward = lower_for_cuda(functools.partial(triton._attention, **static), *arrays)
-    backward = functools.partial(triton._gradient, **static)
+    forward = lower_for_cuda(functools.partial(triton.attention, **static), *arrays)
+    backward = functools.partial(triton.gradient, **static)
     backward = lower_for_cuda(backward, *arrays, q, residual, q, residual)
     assert "turbojax_pooled_forward" in forward
     for name in ("pool", "pooled_query_gradient", "pooled_key_gradient"):
@@ -330,8 +330,8 @@ def test_levels_are_data():
     """Other levels run the same compiled kernels."""
     *arrays, levels, d_out, d_residual = operands(RAGGED)
     first = run(RAGGED, *arrays, levels, d_out, d_residual)
-    sizes = triton._attention._cache_size(), triton._gradient._cache_size()
+    sizes = triton.attention._cache_size(), triton.gradient._cache_size()
     other = levels.at[:, :, 0].set(1)
     second = run(RAGGED, *arrays, other, d_out, d_residual)
-    assert (triton._attention._cache_size(), triton._gradient._cache_size()) == sizes
+    assert (triton.attention._cache_size(), triton.gradient._cache_size()) == sizes
     assert not np.array_equal(first[0][0], second[0][0])

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
-from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.attention.options import Options, require_causal
@@ -305,7 +304,7 @@ def _attend_pages(
     queries = query_latent, query_rope
     static: dict[str, Any] = {"options": options, "modifiers": modifiers}
     chosen = select(implementation, *queries, cache, block_tables, **static)
-    run = functools.partial(_run, attend=chosen.run, interpret=interpreting())
+    run = functools.partial(_run, attend=chosen.run)
     call = refuse_gradients(run, "latent_attention", options=options)
     arrays = (query_latent, query_rope, cache, block_tables, lengths, query_lengths, modifiers)
     out, residual = call(*together(*arrays))
@@ -371,7 +370,7 @@ def _check_queries(cache: LatentPages, query_latent: jax.Array, query_rope: jax.
         raise ValueError(f"{query_latent.shape=} and {query_rope.shape=} must have the same BTN")
 
 
-@functools.partial(jax.jit, static_argnames=("attend", "interpret", "options"))
+@functools.partial(jax.jit, static_argnames=("attend", "options"))
 def _run(
     query_latent: jax.Array,
     query_rope: jax.Array,
@@ -382,14 +381,9 @@ def _run(
     modifiers: ScoreModifiers,
     *,
     attend: Callable[..., tuple[jax.Array, jax.Array]],
-    interpret: bool,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs an implementation; a sequence that cannot be read has the length -1.
-
-    `interpret` is an argument so that what was traced for the interpreter is not reused without it.
-    """
-    del interpret
+    """Runs an implementation; a sequence that cannot be read has the length -1."""
     tokens, dtype = query_latent.shape[1], options.dtype_of_output(query_latent)
     first = _first_seen(lengths, query_lengths, tokens, options, modifiers)
     ok = page_checks.readable(cache, block_tables, lengths, first)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks, polar
-from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.attention import score_modifiers as given
@@ -241,8 +240,7 @@ def _attend(
         chosen = select(
             implementation, query, cache, block_tables, options=options, modifiers=modifiers
         )
-        attend = functools.partial(_run, attend=chosen.run, interpret=interpreting())
-        call = refuse_gradients(attend, "paged_attention", options=options)
+        call = refuse_gradients(chosen.run, "paged_attention", options=options)
         arrays = (query, cache, block_tables, lengths, query_lengths, modifiers)
         out, residual = call(*together(*arrays))
         return out, residual
@@ -298,18 +296,3 @@ def _check_query(cache: PagedCache, query: jax.Array) -> None:
             f"{query.shape=} must be [B, T, N, {cache.head_dim}], as the cache was made for"
         )
     _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
-
-
-@functools.partial(jax.jit, static_argnames=("attend", "interpret", "options"))
-def _run(
-    *arrays: Any,
-    attend: Callable[..., tuple[jax.Array, jax.Array]],
-    interpret: bool,
-    options: Options,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs an implementation.
-
-    `interpret` is an argument so that what was traced for the interpreter is not reused without it.
-    """
-    del interpret
-    return attend(*arrays, options=options)
