@@ -47,17 +47,14 @@ class Codes(Kind[C]):
         *,
         options: Options,
         modifiers: ScoreModifiers = NO_MODIFIERS,
-        implementation: Any = None,
-        residual: bool = False,
     ) -> Attended:
         """See `Kind.decode`; the log-sum-exp is always there."""
-        del residual
         require_causal(options)
         real = checks.check_newest(cache, query, query_lengths)
         rolling_buffer.check_visible(cache, options.window, query.shape[1])
         check_whole(cache, modifiers)
-        static = {"options": options, "implementation": implementation, "shortens": self.shortens}
-        run = per_device(self.table, _decode, registry=self.reads, **static)
+        how: Any = {"options": options, "registry": self.reads, "shortens": self.shortens}
+        run = per_device(self.table, _decode, **how)
         results: Attended = run(query, cache, real, modifiers)
         return results
 
@@ -70,7 +67,6 @@ def _decode(
     *,
     registry: Registry,
     options: Options,
-    implementation: str | None,
     shortens: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """`Codes.decode` by the implementation for these arrays."""
@@ -81,7 +77,7 @@ def _decode(
 
     def run(modifiers: ScoreModifiers, options: Options) -> tuple[jax.Array, jax.Array]:
         chosen = registry.select(
-            implementation, query=query, cache=cache, options=options, modifiers=modifiers
+            options.implementation, query=query, cache=cache, options=options, modifiers=modifiers
         )
         call = refuse_gradients(chosen.run, registry.op, options=options)
         out, residual = call(*together(query, cache, real, modifiers))

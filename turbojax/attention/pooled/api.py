@@ -130,6 +130,7 @@ def pooled_attention(
         block_q=block_q,
         block_kv=block_kv,
         out_dtype=check_output_dtype(output_dtype),
+        implementation=implementation,
     )
     modifiers = given.complete(
         query,
@@ -149,7 +150,6 @@ def pooled_attention(
         key_value_seq_lengths,
         options=options,
         modifiers=modifiers,
-        implementation=implementation,
     )
     return (out, residual) if return_residual else out
 
@@ -164,7 +164,6 @@ def attend(
     *,
     options: PooledOptions,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`pooled_attention` of checked queries, keys and values; gives the log-sum-exp too."""
     levels = check_levels(levels, query, key, options)
@@ -173,7 +172,7 @@ def attend(
     sizes = {"block_q": options.block_q, "block_kv": options.block_kv}
     attended = per_device_explicit(tables.POOLED_LEVELS, segments.attended, **sizes)
     levels = attended(levels, query_length, key_length, modifiers)
-    call = _differentiable(options, implementation)
+    call = _differentiable(options)
     out, residual, *_ = call(
         *together(query, key, value, levels, query_length, key_length, modifiers)
     )
@@ -217,23 +216,20 @@ def _length(name: str, lengths: jax.Array | None, x: jax.Array) -> jax.Array | N
     return jnp.clip(_checks.check_lengths(name, lengths, batch, size), 0, size)
 
 
-def _select(
-    registry: Registry, implementation: str | None, *arrays: Any, options: PooledOptions
-) -> Callable[..., Any]:
+def _select(registry: Registry, *arrays: Any, options: PooledOptions) -> Callable[..., Any]:
     """The implementation for these operands, levels and, last, modifiers."""
     query, key, value, levels, *_, modifiers = arrays
     without = dataclasses.replace(modifiers, sinks=None)
     arguments = {"query": query, "key": key, "value": value, "levels": levels}
-    return registry.select(implementation, **arguments, options=options, modifiers=without).run
+    name = options.implementation
+    return registry.select(name, **arguments, options=options, modifiers=without).run
 
 
-def _forward(
-    *arrays: Any, options: PooledOptions, implementation: str | None
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def _forward(*arrays: Any, options: PooledOptions) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The output, the residual and, where there are sinks, the residual without them."""
-    run = _select(FORWARD, implementation, *arrays, options=options)
+    run = _select(FORWARD, *arrays, options=options)
     # The gradient is chosen here too: what cannot run is refused now, not in a backward pass.
-    _select(GRADIENT, implementation, *arrays, options=options)
+    _select(GRADIENT, *arrays, options=options)
     *operands, modifiers = arrays
     if modifiers.sinks is None:
         return *run(*operands, options=options, modifiers=modifiers), None
@@ -246,11 +242,11 @@ def _forward(
 
 
 def _gradient(
-    *saved: Any, options: PooledOptions, implementation: str | None
+    *saved: Any, options: PooledOptions
 ) -> tuple[jax.Array, jax.Array, jax.Array, ScoreModifiers]:
     """The backward pass, from what was kept and the cotangents."""
     *arrays, modifiers, out, residual, d_out, d_residual = saved
-    run = _select(GRADIENT, implementation, *arrays, modifiers, options=options)
+    run = _select(GRADIENT, *arrays, modifiers, options=options)
     results = (out, residual, d_out, d_residual)
     without = dataclasses.replace(modifiers, sinks=None)
     gradients = run(*arrays, *results, options=options, modifiers=without)
@@ -259,9 +255,7 @@ def _gradient(
     return *gradients, ScoreModifiers(sinks=_of_sinks(modifiers.sinks, arrays[4], *results))
 
 
-def _differentiable(
-    options: PooledOptions, implementation: str | None
-) -> Callable[..., tuple[jax.Array, ...]]:
+def _differentiable(options: PooledOptions) -> Callable[..., tuple[jax.Array, ...]]:
     """The op with its options bound, differentiable in reverse mode.
 
     Kept for the backward pass: query, key, value, levels, lengths, modifiers, the output and the
@@ -269,10 +263,9 @@ def _differentiable(
     of sinks: the weights and all gradients follow from the log-sum-exp with them. It is kept as
     ``-inf`` where a query sees nothing but a sink.
     """
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    attend = per_device(tables.POOLED, _forward, **static)
+    attend = per_device(tables.POOLED, _forward, options=options)
     differentiate_once = refuse_gradients(
-        per_device(tables.POOLED_GRADIENT, _gradient, **static),
+        per_device(tables.POOLED_GRADIENT, _gradient, options=options),
         "the gradient of pooled_attention",
         because="only first derivatives are supported",
     )

@@ -32,7 +32,6 @@ def straight_through(
     *,
     config: TurboConfig,
     options: Options,
-    implementation: str | None = None,
     is_ragged: bool = True,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Binds the options of `run` and makes it differentiable in reverse mode.
@@ -46,7 +45,6 @@ def straight_through(
     NotImplementedError, forward mode (`jvp`) raises jax's TypeError about `custom_vjp`.
     """
     static: dict[str, Any] = {"config": config, "options": options}
-    static["implementation"] = implementation
     differentiate_once = refuse_gradients(
         per_device(tables.TURBO_GRADIENT, _gradient, **static, is_ragged=is_ragged),
         "the gradient of turbo_attention",
@@ -84,12 +82,11 @@ def _gradient(
     *results: jax.Array,
     config: TurboConfig,
     options: Options,
-    implementation: str | None,
     is_ragged: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, ScoreModifiers]:
     """The backward pass, from what was kept and the cotangents."""
     static: dict[str, Any] = {"config": config, "options": options, "modifiers": modifiers}
-    name = GRADIENT.beside(implementation)
+    name = GRADIENT.beside(options.implementation)
     chosen = GRADIENT.select(name, query=query, key=key, value=value, **static)
     lengths = query_length, key_length
     *gradients, d_modifiers = chosen.run(

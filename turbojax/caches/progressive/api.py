@@ -38,23 +38,16 @@ def prefill(
     *,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
-    residual: bool = False,
 ) -> tuple[Attended, ProgressiveCache]:
     """See `turbojax.caches.base.Kind.prefill`.
 
     Without lengths, sinks and a log-sum-exp, a short prompt's attention is exact, see
     `turbojax.turbo_attention`.
     """
-    is_plain = lengths is None and not modifiers.given and not residual
+    is_plain = lengths is None and not modifiers.given and not options.residual
     lengths = checks.check_prompt(cache, query, key, value, lengths)
-    run = per_device(
-        tables.PREFILL,
-        _attend_and_store,
-        options=options,
-        implementation=implementation,
-        may_be_exact=implementation is None and is_plain,
-    )
+    may_be_exact = options.implementation is None and is_plain
+    run = per_device(tables.PREFILL, _attend_and_store, options=options, may_be_exact=may_be_exact)
     return refuse_gradients(run, "prefill")(query, key, value, cache, lengths, modifiers)
 
 
@@ -67,16 +60,15 @@ def _attend_and_store(
     modifiers: ScoreModifiers,
     *,
     options: Options,
-    implementation: str | None,
     may_be_exact: bool,
 ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
     """`prefill` by the implementation for these arrays."""
     static: dict[str, Any] = {"config": cache.config, "options": options}
     is_exact = may_be_exact and unrounded.is_faster(query, key, **static)
     attend = ATTENTION.select(
-        implementation, query=query, key=key, value=value, modifiers=modifiers, **static
+        options.implementation, query=query, key=key, value=value, modifiers=modifiers, **static
     )
-    store = STORE_PROMPT.select(STORE_PROMPT.beside(implementation), cache=cache, key=key)
+    store = STORE_PROMPT.select(STORE_PROMPT.beside(options.implementation), cache=cache, key=key)
     attends_to_codes = attend.name != "xla" and cache.config.mode != "float" and not is_exact
     inside = jnp.clip(lengths, 0, key.shape[1])
     # One pass over keys and values serves both, unless first tokens move the cache's blocks.

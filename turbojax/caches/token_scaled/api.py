@@ -40,18 +40,14 @@ def prefill(
     *,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
-    residual: bool = False,
 ) -> tuple[Attended, CacheT]:
     """See `turbojax.caches.base.Kind.prefill`: attends in e4m3, and stores codes (FireQ, 2025).
 
     Attention does not see the cache's codes: it is `turbojax.turbo_attention` in mode ``"fp8"``
     with the exact softmax and blocks of 128. The log-sum-exp is always there.
     """
-    del residual
     lengths = checks.check_prompt(cache, query, key, value, lengths)
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    run = per_device(tables.FIREQ_PREFILL, _attend_and_store, **static)
+    run = per_device(tables.FIREQ_PREFILL, _attend_and_store, options=options)
     return refuse_gradients(run, "fireq.prefill")(query, key, value, cache, lengths, modifiers)
 
 
@@ -64,12 +60,11 @@ def _attend_and_store(
     modifiers: ScoreModifiers,
     *,
     options: Options,
-    implementation: str | None,
 ) -> tuple[Attended, CacheT]:
     """`prefill` by the implementation for these arrays."""
     inside = jnp.clip(lengths, 0, key.shape[1])
     query, key, value, inside, modifiers = together(query, key, value, inside, modifiers)
     static: dict[str, Any] = {"config": PREFILL, "options": options, "modifiers": modifiers}
-    chosen = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
+    chosen = ATTENTION.select(options.implementation, query=query, key=key, value=value, **static)
     out = chosen.run(query, key, value, inside, inside, **static)
     return out, kv4.store_prompt(cache, key, value, lengths)

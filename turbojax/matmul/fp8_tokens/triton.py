@@ -1,6 +1,7 @@
 """The Triton kernel behind `fp8_tokens`."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,6 +41,6 @@ def quantize(x: jax.Array, scale: jax.Array | None, *, eps: float | None) -> Fp8
 def _quantize(x: jax.Array, scale: jax.Array | None, *, eps: float, has_e4m3: bool) -> Fp8Tokens:
     from pallas_kernels.triton import fp8_tokens
 
-    static = {"eps": eps, "has_e4m3": has_e4m3, "interpret": interpreting()}
+    static: dict[str, Any] = {"eps": eps, "has_e4m3": has_e4m3, "interpret": interpreting()}
     codes, scales = fp8_tokens.quantize(x, scale, **static)
     return Fp8Tokens(codes, scales, np.dtype(x.dtype))
