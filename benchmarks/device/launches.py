@@ -25,6 +25,7 @@ from benchmarks.suite import timing_facts
 from benchmarks.suites.attention import prefill
 from turbojax.attention.options import Options
 from turbojax.attention.turbo import mosaic_gpu, mosaic_gradient
+from turbojax.attention.turbo.operands import Backward
 
 Row = dict[str, Any]
 
@@ -139,7 +140,7 @@ def _gradient(
     )
     # Samples in place of a loss' gradient.
     gradients = (inputs.query, jnp.zeros_like(residual))
-    return call, (*arrays, out, residual, *gradients), _in_one
+    return call, (Backward(*arrays, out, residual, *gradients),), _in_one
 
 
 def _in_one(gradients: tuple[Any, ...]) -> jax.Array:

@@ -36,6 +36,7 @@ from tests.attention.pooled_helpers import (
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax._device import interpret_kernels
 from turbojax.attention.pooled import lists, pooling, reference, triton
+from turbojax.attention.pooled.operands import Backward
 from turbojax.attention.pooled.static import PooledOptions
 from turbojax.numerics import rows as rows_of
 
@@ -68,8 +69,8 @@ def _run(static, q, k, v, levels, lengths, cotangents):
     results = triton.attention(q, k, v, levels, *lengths, options=static)
     if not cotangents:
         return results
-    arrays = (q, k, v, levels, *lengths, *results, *cotangents)
-    return results, triton.gradient(*arrays, options=static)
+    arrays = Backward(q, k, v, levels, *lengths, *results, *cotangents)
+    return results, triton.gradient(arrays, options=static)
 
 
 def run(case, q, k, v, levels, *cotangents):
@@ -126,7 +127,8 @@ def test_equals_the_reference():
     static, lengths = static_of(RAGGED), lengths_of(RAGGED)
     results, gradients = run(RAGGED, *arrays)
     want = reference.attention(*arrays[:4], *lengths, options=static)
-    want_gradients = reference.gradient(*arrays[:4], *lengths, *want, *arrays[4:], options=static)
+    given = Backward(*arrays[:4], *lengths, *want, *arrays[4:])
+    want_gradients = reference.gradient(given, options=static)
     for got, expected in zip((*results, *gradients), (*want, *want_gradients), strict=True):
         finite = np.where(np.isfinite(expected), expected, 0)
         assert worst(got, expected) <= 64 * EPS * max(np.abs(finite).max(), 1)
@@ -319,7 +321,7 @@ def test_lowers_for_cuda(dtype, head_dim, block_q, block_kv, is_causal):
     arrays = (q, k, k, levels, length, length)
     forward = lower_for_cuda(functools.partial(triton.attention, **static), *arrays)
     backward = functools.partial(triton.gradient, **static)
-    backward = lower_for_cuda(backward, *arrays, q, residual, q, residual)
+    backward = lower_for_cuda(backward, Backward(*arrays, q, residual, q, residual))
     assert "turbojax_pooled_forward" in forward
     for name in ("pool", "pooled_query_gradient", "pooled_key_gradient"):
         assert f"turbojax_{name}" in backward

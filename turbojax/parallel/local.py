@@ -11,10 +11,11 @@ from turbojax.attention import cudnn
 from turbojax.attention.options import Options, check_implementation
 from turbojax.attention.pooled import api as pooled_api
 from turbojax.attention.pooled import segments as pooled_segments
+from turbojax.attention.pooled.operands import Backward as PooledBackward
 from turbojax.attention.pooled.static import PooledOptions
 from turbojax.attention.turbo import api as turbo_api
 from turbojax.attention.turbo import gradient as turbo_gradient
-from turbojax.attention.turbo.operands import Stage1, quantize_keys_and_values
+from turbojax.attention.turbo.operands import Backward, Stage1, quantize_keys_and_values
 from turbojax.numerics import rows
 from turbojax.numerics.config import TurboConfig
 from turbojax.parallel.ring import Operands, Pair
@@ -71,7 +72,7 @@ class Turbo:
         }
         name = registry.beside(self.options.implementation)
         *gradients, d_modifiers = registry.select(name, **_named(operands), **static).run(
-            *(*operands, *_lengths(operands, pair), *results),
+            Backward(*operands, *_lengths(operands, pair), *results),
             **static,
             is_ragged=pair.query_lengths is not None or pair.key_lengths is not None,
             dtype=_FLOAT32,
@@ -197,7 +198,7 @@ class Pooled:
         """See `Op.gradient`."""
         arrays, static = self._arguments(operands, pair)
         chosen = pooled_api.GRADIENT.select(self.options.implementation, **_named(arrays), **static)
-        d_q, d_k, d_v = chosen.run(*arrays, *results, **static, dtype=_FLOAT32)
+        d_q, d_k, d_v = chosen.run(PooledBackward(*arrays, *results), **static, dtype=_FLOAT32)
         return d_q, d_k, d_v, None
 
     def runs(self, operands: Operands, pair: Pair) -> bool:

@@ -15,6 +15,7 @@ from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.attention import score_modifiers as given
 from turbojax.attention.options import check_output_dtype, plain_scale
 from turbojax.attention.pooled import mosaic_gpu, reference, segments, triton
+from turbojax.attention.pooled.operands import Backward
 from turbojax.attention.pooled.static import LEVELS, PooledOptions
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.sinks import sink_gradient, with_sinks
@@ -245,14 +246,14 @@ def _gradient(
     *saved: Any, options: PooledOptions
 ) -> tuple[jax.Array, jax.Array, jax.Array, ScoreModifiers]:
     """The backward pass, from what was kept and the cotangents."""
-    *arrays, modifiers, out, residual, d_out, d_residual = saved
-    run = _select(GRADIENT, *arrays, modifiers, options=options)
-    results = (out, residual, d_out, d_residual)
+    *operands, modifiers = saved[:7]
+    run = _select(GRADIENT, *operands, modifiers, options=options)
+    arrays = Backward(*operands, *saved[7:])
     without = dataclasses.replace(modifiers, sinks=None)
-    gradients = run(*arrays, *results, options=options, modifiers=without)
+    gradients = run(arrays, options=options, modifiers=without)
     if modifiers.sinks is None:
         return *gradients, NO_MODIFIERS
-    return *gradients, ScoreModifiers(sinks=_of_sinks(modifiers.sinks, arrays[4], *results))
+    return *gradients, ScoreModifiers(sinks=_of_sinks(modifiers.sinks, arrays))
 
 
 def _differentiable(options: PooledOptions) -> Callable[..., tuple[jax.Array, ...]]:
@@ -309,16 +310,9 @@ def _real(x: jax.Array, query_length: jax.Array | None) -> jax.Array:
     return jnp.arange(x.shape[1])[None] < query_length[:, None]
 
 
-def _of_sinks(
-    sinks: jax.Array,
-    query_length: jax.Array | None,
-    out: jax.Array,
-    residual: jax.Array,
-    d_out: jax.Array,
-    d_residual: jax.Array,
-) -> jax.Array:
+def _of_sinks(sinks: jax.Array, x: Backward) -> jax.Array:
     """The sinks' gradient, from the residual as it is kept."""
-    d_out = rows.without_blind(d_out, residual)
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_residual
-    total = jnp.where(residual == -jnp.inf, sinks, residual)
-    return sink_gradient(total, sinks, delta, _real(out, query_length))
+    d_out = rows.without_blind(x.d_out, x.residual)
+    delta = jnp.sum(d_out.astype(jnp.float32) * x.out.astype(jnp.float32), axis=-1) - x.d_residual
+    total = jnp.where(x.residual == -jnp.inf, sinks, x.residual)
+    return sink_gradient(total, sinks, delta, _real(x.out, x.query_length))

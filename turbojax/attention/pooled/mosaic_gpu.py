@@ -162,16 +162,7 @@ def attention(
 
 @functools.partial(jax.jit, static_argnames=("options", "dtype", "launch"))
 def gradient(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    levels: jax.Array,
-    query_length: jax.Array | None,
-    key_length: jax.Array | None,
-    out: jax.Array,
-    residual: jax.Array,
-    d_out: jax.Array,
-    d_residual: jax.Array,
+    arrays: operands.Backward,
     *,
     options: PooledOptions,
     modifiers: ScoreModifiers = NO_MODIFIERS,
@@ -186,6 +177,7 @@ def gradient(
     from pallas_kernels.mosaic.hopper.pooled import key_gradient as pooled_key_gradient
     from pallas_kernels.mosaic.hopper.pooled import query_gradient as pooled_query_gradient
 
+    query, key, value, levels, query_length, key_length, out, residual, d_out, d_residual = arrays
     launch = launch or default_launch(query.shape[-1])
     sizes, head_dim = (query.shape[1], key.shape[1]), query.shape[-1]
     # The kernels load padding, too, and weight it with 0, which does not remove a NaN.

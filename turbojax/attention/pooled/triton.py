@@ -138,16 +138,7 @@ def attention(
 
 @functools.partial(jax.jit, static_argnames=("options", "dtype"))
 def gradient(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    levels: jax.Array,
-    query_length: jax.Array | None,
-    key_length: jax.Array | None,
-    out: jax.Array,
-    residual: jax.Array,
-    d_out: jax.Array,
-    d_residual: jax.Array,
+    arrays: operands.Backward,
     *,
     options: PooledOptions,
     modifiers: ScoreModifiers = NO_MODIFIERS,
@@ -159,6 +150,7 @@ def gradient(
     """
     from pallas_kernels.triton import _pooled_common, pooled_key_gradient, pooled_query_gradient
 
+    query, key, value, levels, query_length, key_length, out, residual, d_out, d_residual = arrays
     tokens = (query.shape[1], key.shape[1])
     lengths = _lengths(query, key, query_length, key_length)
     k, v = (_side(x, lengths[1]) for x in (key, value))
