@@ -159,7 +159,7 @@ def test_launches_agree(tile, tile_kv):
         interpret=True,
     )
     whole = [jnp.full(RAGGED.batch, count, jnp.int32) for count in (tokens, size)]
-    found = _pooled_common.Lists(*lists.by_query(levels, tokens, size, None, None, static))
+    found = _pooled_common.Lists(*lists.by_query(levels, (tokens, size), (None, None), static))
 
     @jit
     def launch(q, k, v):

@@ -149,7 +149,7 @@ def attention(
     launch = launch or default_launch(query.shape[-1])
     sizes = (query.shape[1], key.shape[1])
     x = _operands(query, key, value, query_length, key_length, options)
-    found = lists.by_query(levels, *sizes, query_length, key_length, options, modifiers)
+    found = lists.by_query(levels, sizes, (query_length, key_length), options, modifiers)
     settings = _settings(options, launch.forward, modifiers)
     arrays = (x.query, x.keys, x.values, *found, x.query_length, x.key_length)
     marks = _marks(modifiers, options, by_key=False)
@@ -187,15 +187,15 @@ def gradient(
     padded = -(-sizes[0] // options.block_q) * options.block_q
     d_out, lse, delta = rows.gradient_rows(out, residual, d_out, d_residual, padded)
     queries = (x.query, rows.padded(d_out.astype(query.dtype)), lse, delta)
-    given: tuple[Any, ...] = (query_length, key_length, options, modifiers)
-    found = lists.by_query(levels, *sizes, *given)
+    given: tuple[Any, ...] = (sizes, (query_length, key_length), options, modifiers)
+    found = lists.by_query(levels, *given)
     settings = _settings(options, launch.query_gradient, modifiers)
     marks = _marks(modifiers, options, by_key=False)
     d_query = pooled_query_gradient.query_gradient(
         *queries, x.keys, x.values, *found, x.key_length, settings, marks
     )
     settings = _settings(options, launch.key_gradient, modifiers)
-    listed = lists.by_every_key(levels, _TILE, *sizes, *given)
+    listed = lists.by_every_key(levels, _TILE, *given)
     marks = _marks(modifiers, options, by_key=True)
     by_level = pooled_key_gradient.key_gradient(
         *queries, x.keys, x.values, *listed, x.key_length, settings=settings, marks=marks

@@ -123,12 +123,12 @@ def attention(
 
     tokens = (query.shape[1], key.shape[1])
     lengths = _lengths(query, key, query_length, key_length)
-    given: tuple[Any, ...] = (query_length, key_length, options, modifiers)
+    given: tuple[Any, ...] = (tokens, (query_length, key_length), options, modifiers)
     return pooled_forward.forward(
         query,
         _side(key, lengths[1]),
         _side(value, lengths[1]),
-        _pooled_common.Lists(*lists.by_query(levels, *tokens, *given)),
+        _pooled_common.Lists(*lists.by_query(levels, *given)),
         *lengths,
         _walk_settings(query, options, _FORWARD_QUERIES),
         _marks(modifiers),
@@ -156,13 +156,13 @@ def gradient(
     k, v = (_side(x, lengths[1]) for x in (key, value))
     d_out, *row_numbers = rows.gradient_rows(out, residual, d_out, d_residual, query.shape[1])
     queries = _pooled_common.Queries(query, d_out.astype(query.dtype), *row_numbers)
-    given: tuple[Any, ...] = (query_length, key_length, options, modifiers)
+    given: tuple[Any, ...] = (tokens, (query_length, key_length), options, modifiers)
     marks = _marks(modifiers)
     d_query = pooled_query_gradient.query_gradient(
         queries,
         k,
         v,
-        _pooled_common.Lists(*lists.by_query(levels, *tokens, *given)),
+        _pooled_common.Lists(*lists.by_query(levels, *given)),
         *lengths,
         _walk_settings(query, options, _GRADIENT_QUERIES),
         marks,
@@ -170,7 +170,7 @@ def gradient(
     by_level = []
     for level in LEVELS:
         settings = _key_settings(query, level, options)
-        found = lists.by_key(levels, level, settings.rows, *tokens, *given)
+        found = lists.by_key(levels, level, settings.rows, *given)
         entries = pooled_key_gradient.Lists(*found)
         by_level.append(
             pooled_key_gradient.key_gradient(queries, k, v, entries, *lengths, settings, marks)
