@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Registry
 from turbojax.attention import sinks
@@ -50,7 +51,8 @@ class Codes(Kind[C]):
     ) -> Attended:
         """See `Kind.decode`; the log-sum-exp is always there."""
         require_causal(options)
-        real = checks.check_newest(cache, query, query_lengths)
+        checks.check_query(cache, query)
+        real = _checks.check_lengths("query_seq_lengths", query_lengths, *query.shape[:2])
         rolling_buffer.check_visible(cache, options.window, query.shape[1])
         check_whole(cache, modifiers)
         how: Any = {"options": options, "registry": self.reads, "shortens": self.shortens}

@@ -159,16 +159,20 @@ def decode(
     """
     require_causal(options)
     _check_newest(query, cache)
-    gives_part = options.residual or bool(modifiers.given) or options.out_dtype is not None
+    is_plain = not options.residual and not modifiers.given and options.out_dtype is None
+    gives_part = query_lengths is not None or not is_plain
+    static: dict[str, Any] = {"options": options, "gives_part": gives_part}
+    run = per_device_explicit(tables.EXACT_DECODE, _decode, **static)
     if query_lengths is None:
-        return _decode_any(query, cache, modifiers, options=options, gives_part=gives_part)
+        out, lse = run(query, cache, modifiers)
+        return out, lse
     tokens = query.shape[1]
     real = _checks.check_lengths("query_seq_lengths", query_lengths, query.shape[0], tokens)
     real = jnp.clip(real, 0, tokens)
     moves = tokens > 1 and modifiers.query_offset is None
     if moves:  # the implementations know no padding: real queries go to the end
         query = _moved(query, real - tokens)
-    found = _decode_any(query, cache, modifiers, options=options, gives_part=True)
+    found = run(query, cache, modifiers)
     out, lse = (_moved(x, tokens - real) for x in found) if moves else found
     is_real = jnp.arange(tokens)[None] < real[:, None]
     out = jnp.where(is_real[..., None, None], out, 0)
@@ -193,17 +197,7 @@ def _check_newest(query: jax.Array, cache: ExactCache) -> None:
     _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
 
 
-def _decode_any(
-    query: jax.Array, cache: ExactCache, modifiers: ScoreModifiers, **static: Any
-) -> tuple[jax.Array, Any]:
-    """`decode` of checked arguments; a log-sum-exp only where a part is wanted."""
-    out, residual = per_device_explicit(tables.EXACT_DECODE, _decode_here, **static)(
-        query, cache, modifiers
-    )
-    return out, residual
-
-
-def _decode_here(
+def _decode(
     query: jax.Array,
     cache: ExactCache,
     modifiers: ScoreModifiers,
@@ -211,34 +205,30 @@ def _decode_here(
     options: Options,
     gives_part: bool,
 ) -> tuple[jax.Array, Any]:
+    """`decode` of checked arguments; a log-sum-exp only where a part is wanted."""
+    rolling_buffer.check_visible(cache, options.window, query.shape[1])
     if gives_part:
         return _decode_part(query, cache, options=options, modifiers=modifiers)
-    return _decode(query, cache, options=options), None
-
-
-def _decode(query: jax.Array, cache: ExactCache, *, options: Options) -> jax.Array:
-    """`decode` of checked arguments, where only an output in the query's dtype is wanted."""
-    rolling_buffer.check_visible(cache, options.window, query.shape[1])
     chosen = _choose_decode(query, cache, options)
-    if chosen == "cudnn":
-        return cudnn.dot_product_attention(
-            query,
-            cache.key,
-            cache.value,
-            scale=options.scale,
-            key_value_seq_lengths=cache.lengths,
-            implementation="cudnn",
-        )
     if chosen == "mosaic_gpu":
-        return _by_kernel(options, *together(query, cache))
-    return _by_xla(query, cache, options=options)
+        return _by_kernel(options, *together(query, cache)), None
+    if chosen == "xla":
+        return _by_xla(query, cache, options=options), None
+    out = cudnn.dot_product_attention(
+        query,
+        cache.key,
+        cache.value,
+        scale=options.scale,
+        key_value_seq_lengths=cache.lengths,
+        implementation="cudnn",
+    )
+    return out, None
 
 
 def _decode_part(
     query: jax.Array, cache: ExactCache, *, options: Options, modifiers: ScoreModifiers
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` of checked arguments with every option, and the log-sum-exp."""
-    rolling_buffer.check_visible(cache, options.window, query.shape[1])
     new_tokens.check_whole(cache, modifiers)
     if modifiers.query_offset is not None:
         real = jnp.full(query.shape[0], query.shape[1], jnp.int32)
