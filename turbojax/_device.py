@@ -1,11 +1,9 @@
 """What the device can run: the predicates that the kernels' adapters share."""
 
 import contextlib
-import contextvars
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator
 
 import jax
 
@@ -13,9 +11,8 @@ AMPERE, ADA, HOPPER, BLACKWELL = 8.0, 8.9, 9.0, 10.0
 """Compute capabilities of NVIDIA's GPUs, the first of each."""
 
 _MULTIPROCESSORS = 132
-_INTERPRETING: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "turbojax_interpret_kernels", default=False
-)
+# Part of the key of what `jax.jit` traced: a trace for the interpreter is not reused without it.
+_INTERPRETING = jax.make_user_context(default_value=False)
 
 
 @functools.cache
@@ -159,15 +156,12 @@ def unindexable(*sizes: int) -> str | None:
 
 
 def interpreting() -> bool:
-    """Whether kernels are to be interpreted; hand it to a jitted launcher as a static argument."""
-    return _INTERPRETING.get()
+    """Whether kernels are to be interpreted."""
+    found: bool = _INTERPRETING.value
+    return found
 
 
-@contextlib.contextmanager
-def interpret_kernels() -> Iterator[None]:
+def interpret_kernels(*, on: bool = True) -> contextlib.AbstractContextManager[None]:
     """Context in which kernels run interpreted, on any device: slow, for tests."""
-    token = _INTERPRETING.set(True)
-    try:
-        yield
-    finally:
-        _INTERPRETING.reset(token)
+    context: contextlib.AbstractContextManager[None] = _INTERPRETING(on)
+    return context

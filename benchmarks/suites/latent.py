@@ -170,8 +170,7 @@ def _check(s: Shape, out: jax.Array, given: Any, rows: np.ndarray) -> tuple[jax.
         pool,
         block_tables[rows],
         jnp.full(len(rows), s.length, jnp.int32),
-        options=Options(is_causal=True, scale=s.scale),
-        implementation="xla",
+        options=Options(is_causal=True, scale=s.scale, implementation="xla"),
     )
     return out[rows], want, jnp.all(jnp.isfinite(out))
 

@@ -27,6 +27,7 @@ from tests.attention.pooled_helpers import (
     worst,
 )
 from turbojax.attention.pooled import reference
+from turbojax.attention.pooled.operands import Backward
 from turbojax.attention.pooled.static import PooledOptions
 
 NAMES = [
@@ -106,7 +107,7 @@ def test_float64(name):
         q, k, v, levels, d_out, d_residual = map(jnp.asarray, arrays)
         shared = (q, k, v, levels, *jax.tree.map(jnp.asarray, lengths))
         results = reference.attention(*shared, options=static)
-        got = reference.gradient(*shared, *results, d_out, d_residual, options=static)
+        got = reference.gradient(Backward(*shared, *results, d_out, d_residual), options=static)
         got = [np.asarray(x) for x in got]
     for x, y in zip(got, oracle_gradient(*arrays, **kwargs), strict=True):
         assert x.dtype == np.float64

@@ -35,7 +35,7 @@ def draw(shape, batch=1, heads=2, seed=0, extra=()):
 def arguments(shape):
     tokens, size, block_q, block_kv, is_causal, query_lengths, key_lengths = shape
     found = [None if x is None else jnp.array(x, jnp.int32) for x in (query_lengths, key_lengths)]
-    return (tokens, size, *found), PooledOptions(
+    return ((tokens, size), tuple(found)), PooledOptions(
         is_causal, scale=1.0, block_q=block_q, block_kv=block_kv
     )
 
@@ -64,7 +64,7 @@ def sees(shape, i, group, query_length):
 def test_lists_by_query_hold_what_a_loop_finds(shape):
     levels = draw(shape)
     rest, static = arguments(shape)
-    found = jax.jit(functools.partial(lists.by_query, options=static), static_argnums=(1, 2))(
+    found = jax.jit(functools.partial(lists.by_query, options=static), static_argnums=1)(
         jnp.asarray(levels), *rest
     )
     blocks, counts = np.asarray(found.blocks), np.asarray(found.counts)
@@ -100,8 +100,8 @@ def test_a_level_that_is_none_is_counted():
 
 
 # Each as one program: one by one their operations take longer to compile.
-by_every_key = jax.jit(lists.by_every_key, static_argnums=(1, 2, 3, 6))
-by_key = jax.jit(lists.by_key, static_argnums=(1, 2, 3, 4, 7))
+by_every_key = jax.jit(lists.by_every_key, static_argnums=(1, 2, 4))
+by_key = jax.jit(lists.by_key, static_argnums=(1, 2, 3, 5))
 merge_gradients = jax.jit(operands.merge_gradients, static_argnums=(2, 3))
 unpool = jax.jit(pooling.unpool, static_argnums=(2, 3))
 
@@ -165,10 +165,8 @@ def test_a_tile_of_too_many_blocks_is_refused():
             levels,
             8,
             64,
-            16,
-            1024,
-            None,
-            None,
+            (16, 1024),
+            (None, None),
             PooledOptions(False, scale=1.0, block_q=16, block_kv=16),
         )
 
@@ -242,8 +240,8 @@ def test_lists_of_packed_sequences(shape):
     asked = draw(shape, batch=2, seed=2)
     static = PooledOptions(is_causal, scale=1.0, block_q=block_q, block_kv=block_kv)
     levels = segments.attended(jnp.asarray(asked), *given, modifiers, block_q, block_kv)
-    rest = (tokens, size, *given, static, modifiers)
-    by_query = jax.jit(lists.by_query, static_argnums=(1, 2, 5))(levels, *rest)
+    rest = ((tokens, size), given, static, modifiers)
+    by_query = jax.jit(lists.by_query, static_argnums=(1, 3))(levels, *rest)
     every = by_every_key(levels, rows_, *rest)
     levels = np.asarray(levels, int)
     for b, n in np.ndindex(levels.shape[:2]):

@@ -221,7 +221,7 @@ LOWERED = pairwise(
 def test_it_lowers(shape, dtype, has_e4m3, has_norm):
     x = jax.ShapeDtypeStruct(shape, dtype)
     scale = jax.ShapeDtypeStruct(shape[1:], jnp.float32) if has_norm else None
-    options = {"eps": EPS, "has_e4m3": has_e4m3, "interpret": False}
+    options = {"eps": EPS, "has_e4m3": has_e4m3}
     call = functools.partial(triton._quantize, **options)
     assert "turbojax_fp8_tokens" in lower_for_cuda(call, x, scale)
 

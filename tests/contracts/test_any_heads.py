@@ -190,7 +190,7 @@ def test_decoding_lowers(implementation, heads):
     cache, query, lengths = abstract(heads, 1, 4)
     options = Options(True, scale=0.1)
     if implementation == "triton":
-        run = functools.partial(triton._decode, options=options, interpret=False)
+        run = functools.partial(triton.decode, options=options)
     else:
         run = functools.partial(decode_mosaic.decode, options=options)
     name = {"triton": "turbojax_decode", "mosaic_gpu": "mosaic_gpu"}[implementation]

@@ -17,10 +17,10 @@ from turbojax.caches import paged as paged_attention
 from turbojax.caches.exact import api as exact_api
 from turbojax.caches.exact import cache as exact
 from turbojax.caches.paged.pool import init_paged_cache
-from turbojax.caches.progressive import api as progressive
 from turbojax.caches.progressive import init_cache
-from turbojax.caches.token_scaled import api as token_scaled
+from turbojax.caches.progressive.kind import PROGRESSIVE
 from turbojax.caches.token_scaled import cache as kv4
+from turbojax.caches.token_scaled.kind import KV4
 from turbojax.caches.whole import attend_within
 
 
@@ -154,12 +154,10 @@ def test_pooled_options_refuse_what_pooled_attention_cannot():
 QUERY = jnp.ones((1, 2, 2, 64))
 TABLES, LENGTHS = jnp.zeros((1, 1), jnp.int32), jnp.array([2])
 ENTRIES = {
-    "turbo": lambda o: progressive.decode(
+    "turbo": lambda o: PROGRESSIVE.decode(
         QUERY, init_cache(1, 64, 2, 64, dtype=jnp.float32), options=o
     ),
-    "kv4": lambda o: token_scaled.decode(
-        QUERY, kv4.init_cache(1, 64, 2, 64, dtype=jnp.float32), options=o
-    ),
+    "kv4": lambda o: KV4.decode(QUERY, kv4.init_cache(1, 64, 2, 64, dtype=jnp.float32), options=o),
     "exact": lambda o: exact_api.decode(
         QUERY, exact.init_cache(1, 64, 2, 64, dtype=jnp.float32), options=o
     ),
@@ -182,7 +180,7 @@ def test_arrays_are_checked_by_the_entries_too():
     cache = init_cache(1, 64, 2, 64, dtype=jnp.float32)
     options = Options(True, scale=1.0)
     with pytest.raises(TypeError, match="query.dtype=bfloat16"):
-        progressive.decode(half, cache, options=options)
+        PROGRESSIVE.decode(half, cache, options=options)
     with pytest.raises(TypeError, match="key.dtype=float32 must equal query.dtype=bfloat16"):
         attend_within(half, QUERY, QUERY, None, cache.config)
     blocks = PooledOptions(True, scale=1.0, block_q=8, block_kv=8)

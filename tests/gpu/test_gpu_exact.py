@@ -80,12 +80,10 @@ def test_bits_are_those_of_pages():
     )
     query = normal(3, (len(LENGTHS), 2, 8, 128), jnp.bfloat16)
     query = query.at[4, 1].set(query[4, 0])
-    options = Options(True, (999, 0), scale=0.1)
+    options = Options(True, (999, 0), scale=0.1, implementation="mosaic_gpu")
     counts = jnp.minimum(lengths, 2)
-    want, _ = paged_attention.attend(
-        query, pool, tables, lengths, counts, options=options, implementation="mosaic_gpu"
-    )
-    got = api.decode(query, cache, options=options, implementation="mosaic_gpu")[0]
+    want, _ = paged_attention.attend(query, pool, tables, lengths, counts, options=options)
+    got = api.decode(query, cache, options=options)[0]
     # The one before the first token is padding there, at another place.
     equal([got[:4], got[4, 1]], [want[:4], want[4, 0]])
 

@@ -16,6 +16,7 @@ from tests.attention.attention_helpers import EXACT, SAS_E, tensors
 from tests.gpu.gpu_helpers import on_hopper
 from turbojax.attention.options import Options
 from turbojax.attention.turbo import gradient_reference, mosaic_gradient, reference
+from turbojax.attention.turbo.operands import Backward
 
 pytestmark = [pytest.mark.gpu, on_hopper]
 
@@ -68,7 +69,7 @@ def arguments(case, config, dtype=jnp.bfloat16, seed=1, scale=0.09):
     d_residual = jnp.asarray(rng.normal(size=q.shape[:3]), jnp.float32)
     of_both = [jnp.asarray(n, jnp.int32) for n in lengths or ((tokens,) * 3, (size,) * 3)]
     out, residual = reference.attention(q, k, v, *of_both, config=config, options=options)
-    arrays = [q, k, v, *of_both, out, residual, d_out, d_residual]
+    arrays = Backward(q, k, v, *of_both, out, residual, d_out, d_residual)
     return arrays, {"config": config, "options": options, "is_ragged": lengths is not None}
 
 
@@ -97,8 +98,8 @@ GRID = [
 @pytest.mark.parametrize(("case", "mode", "gradient", "blocks"), GRID)
 def test_equals_the_definition(case, mode, gradient, blocks):
     arrays, static = arguments(case, config(mode, gradient, blocks))
-    got = mosaic_gradient.gradient(*arrays, **static)
-    check(got, gradient_reference.gradient(*arrays, **static), UNIT["bfloat16"])
+    got = mosaic_gradient.gradient(arrays, **static)
+    check(got, gradient_reference.gradient(arrays, **static), UNIT["bfloat16"])
 
 
 @pytest.mark.quick(3)
@@ -108,7 +109,7 @@ def test_ping_pong_changes_no_bit(case, gradient):
     arrays, static = arguments(case, config("fp8", gradient))
     launch = mosaic_gradient.default_launch(CASES[case][0][-1], static["config"])
     got, want = (
-        mosaic_gradient.gradient(*arrays, **static, launch=launch._replace(ping_pong=x))
+        mosaic_gradient.gradient(arrays, **static, launch=launch._replace(ping_pong=x))
         for x in (True, False)
     )
     for x, y in zip(got[:3], want[:3], strict=True):
@@ -118,8 +119,8 @@ def test_ping_pong_changes_no_bit(case, gradient):
 @pytest.mark.parametrize("case", ["causal", "ragged", "window"])
 def test_without_rounding(case):
     arrays, static = arguments(case, config("float"))
-    got = mosaic_gradient.gradient(*arrays, **static)
-    check(got, gradient_reference.gradient(*arrays, **static), UNIT["bfloat16"])
+    got = mosaic_gradient.gradient(arrays, **static)
+    check(got, gradient_reference.gradient(arrays, **static), UNIT["bfloat16"])
 
 
 @pytest.mark.quick(2)
@@ -127,8 +128,8 @@ def test_without_rounding(case):
 @pytest.mark.parametrize(("mode", "gradient"), [("int8", "8bit"), ("fp8", "float")])
 def test_dtypes_and_a_negative_scale(dtype, mode, gradient):
     arrays, static = arguments("causal", config(mode, gradient), dtype, scale=-0.09)
-    got = mosaic_gradient.gradient(*arrays, **static)
-    check(got, gradient_reference.gradient(*arrays, **static), UNIT[jnp.dtype(dtype).name])
+    got = mosaic_gradient.gradient(arrays, **static)
+    check(got, gradient_reference.gradient(arrays, **static), UNIT[jnp.dtype(dtype).name])
 
 
 @pytest.mark.quick(4)
@@ -151,10 +152,12 @@ def test_a_row_that_sees_one_key_moves_nothing(dtype, gradient):
 def test_small_gradients_in_float16(gradient):
     """Those of a mean: scores' gradients would be below the smallest numbers of float16."""
     arrays, static = arguments("ragged", config("int8", gradient), jnp.float16)
-    arrays[7] = (arrays[7].astype(jnp.float32) * 2.0**-14).astype(jnp.float16)
-    arrays[8] = arrays[8] * 2.0**-14
-    got = mosaic_gradient.gradient(*arrays, **static)
-    want = gradient_reference.gradient(*arrays, **static)
+    arrays = arrays._replace(
+        d_out=(arrays.d_out.astype(jnp.float32) * 2.0**-14).astype(jnp.float16),
+        d_residual=arrays.d_residual * 2.0**-14,
+    )
+    got = mosaic_gradient.gradient(arrays, **static)
+    want = gradient_reference.gradient(arrays, **static)
     for x, y in zip(got[:3], want[:3], strict=True):
         x, y = (np.asarray(a, np.float64) for a in (x, y))
         # Results are float16 themselves: half of their smallest step each.
@@ -189,9 +192,9 @@ def test_lengths_beyond_the_arrays(mode):
 def test_bits_are_the_same_in_every_run_and_batch(gradient):
     """Also of a sequence by itself: no sum knows what else is in the batch."""
     arrays, static = arguments("ragged", config("int8_fp8", gradient))
-    first, second = (mosaic_gradient.gradient(*arrays, **static) for _ in range(2))
+    first, second = (mosaic_gradient.gradient(arrays, **static) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
-    alone = mosaic_gradient.gradient(*(x[1:2] for x in arrays), **static)
+    alone = mosaic_gradient.gradient(Backward(*(x[1:2] for x in arrays)), **static)
     for x, y in zip(alone[:3], first[:3], strict=True):
         np.testing.assert_array_equal(x[0], y[1])
 
@@ -201,7 +204,7 @@ def test_bits_are_the_same_in_every_run_and_batch(gradient):
 @pytest.mark.parametrize("mode", MODES)
 def test_padding_and_blind_rows_have_no_gradient_and_no_say(case, mode):
     arrays, static = arguments(case, config(mode, "8bit"))
-    want = mosaic_gradient.gradient(*arrays, **static)
+    want = mosaic_gradient.gradient(arrays, **static)
     q, k, v, of_queries, of_keys, out, residual, d_out, d_residual = arrays
     there = [jnp.arange(x.shape[1])[None] < n[:, None] for x, n in ((q, of_queries), (k, of_keys))]
     blind = residual == -jnp.inf
@@ -212,8 +215,8 @@ def test_padding_and_blind_rows_have_no_gradient_and_no_say(case, mode):
     q, k, v = (spoiled(x, t) for x, t in ((q, there[0]), (k, there[1]), (v, there[1])))
     d_out = jnp.where(blind[..., None], jnp.nan, d_out)
     d_residual = jnp.where(blind, jnp.nan, d_residual)
-    dirty = (q, k, v, of_queries, of_keys, out, residual, d_out, d_residual)
-    got = mosaic_gradient.gradient(*dirty, **static)
+    dirty = Backward(q, k, v, of_queries, of_keys, out, residual, d_out, d_residual)
+    got = mosaic_gradient.gradient(dirty, **static)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert (np.asarray(got[0])[np.asarray(blind)] == 0).all()
     for x in got[1:3]:

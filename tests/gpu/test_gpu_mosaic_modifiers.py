@@ -18,6 +18,7 @@ from tests.grids import pairwise
 from turbojax.attention.options import Options
 from turbojax.attention.score_modifiers import ScoreModifiers
 from turbojax.attention.turbo import gradient_reference, mosaic_gpu, mosaic_gradient, reference
+from turbojax.attention.turbo.operands import Backward
 
 pytestmark = [pytest.mark.gpu, on_hopper]
 
@@ -138,11 +139,11 @@ def test_gradients_equal_the_definition(case):
     rng = np.random.default_rng(8)
     d_out = jnp.asarray(rng.normal(size=out.shape), out.dtype)
     d_residual = jnp.asarray(rng.normal(size=residual.shape), jnp.float32)
-    results = (out, residual, d_out, d_residual)
-    got = mosaic_gradient.gradient(*arrays, *results, **static)
-    again = mosaic_gradient.gradient(*arrays, *results, **static)
+    arrays = Backward(*arrays, out, residual, d_out, d_residual)
+    got = mosaic_gradient.gradient(arrays, **static)
+    again = mosaic_gradient.gradient(arrays, **static)
     jax.tree.map(np.testing.assert_array_equal, got, again)
-    want = gradient_reference.gradient(*arrays, *results, **static)
+    want = gradient_reference.gradient(arrays, **static)
     # Cotangents of float32 outputs multiply in bfloat16.
     in_half = jnp.dtype(dtype) == jnp.float16 and options.out_dtype is None
     unit = 2.0**-10 if in_half else 2.0**-8

@@ -41,6 +41,7 @@ from tests.attention.pooled_helpers import (
 )
 from turbojax.attention.pooled import mosaic_gpu as pooled
 from turbojax.attention.pooled import pooling
+from turbojax.attention.pooled.operands import Backward
 from turbojax.attention.pooled.static import LEVELS, PooledOptions
 
 
@@ -174,7 +175,8 @@ def gradients(case):
         jnp.asarray(np.asarray(x), dtype)
         for x, dtype in zip(oracle(*arrays[:4], **known), (jnp.bfloat16, jnp.float32), strict=True)
     ]
-    found = pooled.gradient(*arrays[:4], *lengths, *residuals, *arrays[4:], options=static)
+    given = Backward(*arrays[:4], *lengths, *residuals, *arrays[4:])
+    found = pooled.gradient(given, options=static)
     want = oracle_gradient(*arrays, **known)
     assert_as_good_as_plain(found, want, plain_gradient(*arrays, **known))
 

@@ -5,6 +5,7 @@ import contextlib
 import jax
 import jax.numpy as jnp
 
+from turbojax._device import interpret_kernels
 from turbojax.attention.score_modifiers import ScoreModifiers
 
 # The name by which newer versions of jax look up what a GPU can do.
@@ -31,7 +32,7 @@ def lower_for_cuda(f, *args, **kwargs):
     A kernel that runs in interpret mode may not lower: this is what finds it on a CPU.
     """
     jitted = f if hasattr(f, "trace") else jax.jit(f)
-    with abstract_gpu():
+    with abstract_gpu(), interpret_kernels(on=False):
         lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
     return lowered.as_text()
 

@@ -23,7 +23,7 @@ from tests.oracles import warp
 from turbojax._device import interpret_kernels
 from turbojax.attention.options import Options
 from turbojax.attention.turbo import mosaic_gradient
-from turbojax.attention.turbo.operands import blocks
+from turbojax.attention.turbo.operands import Backward, blocks
 from turbojax.numerics import rounding as numerics
 from turbojax.numerics import rows
 
@@ -371,7 +371,7 @@ def test_the_gradient_lowers_with_it(hopper, head_dim, block, kernel):
     run = functools.partial(
         mosaic_gradient.gradient, config=config, options=Options(True, scale=0.1)
     )
-    text = lower_for_cuda(run, x, x, x, lengths, lengths, x, of_rows, x, of_rows)
+    text = lower_for_cuda(run, Backward(x, x, x, lengths, lengths, x, of_rows, x, of_rows))
     assert ("turbojax_gradient_rows" in text) == (kernel is not None)
     if kernel in ("hopper", "triton"):
         assert ("turbojax_gradient_rows_hopper" in text) == (kernel == "hopper")

@@ -29,7 +29,7 @@ from turbojax.attention.score_modifiers import ScoreModifiers
 from turbojax.attention.turbo import mosaic_gpu, mosaic_gradient
 from turbojax.attention.turbo.api import ATTENTION
 from turbojax.attention.turbo.gradient import GRADIENT
-from turbojax.attention.turbo.operands import bias_of_hopper
+from turbojax.attention.turbo.operands import Backward, bias_of_hopper
 
 BATCH, HEADS, TOKENS, SIZE = 2, 3, 75, 140
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -245,8 +245,8 @@ def test_gradients_lower(case):
     config = tj.TurboConfig(mode=mode, softmax=EXACT, gradient="8bit")
     run = functools.partial(mosaic_gradient.gradient, config=config, options=CAUSAL)
     rows = jax.ShapeDtypeStruct((2, 300, 4), jnp.float32)
-    arrays = (*arrays, arrays[0], rows, arrays[0], rows, modifiers)
-    assert "mosaic_gpu" in lower_for_cuda(lambda *x: run(*x[:-1], modifiers=x[-1]), *arrays)
+    arrays = Backward(*arrays, arrays[0], rows, arrays[0], rows)
+    assert "mosaic_gpu" in lower_for_cuda(run, arrays, modifiers=modifiers)
 
 
 @pytest.mark.parametrize(

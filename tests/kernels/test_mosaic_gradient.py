@@ -24,6 +24,7 @@ from turbojax import _device
 from turbojax.attention.options import Options
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.turbo import gradient, mosaic_gradient
+from turbojax.attention.turbo.operands import Backward
 
 SEES_ALL = Options(False, scale=0.1)
 FEATURES = {
@@ -159,7 +160,7 @@ def test_it_lowers(feature, rounding, head_dim, tokens, mode, dtype, is_ragged, 
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
     rows = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
     arrays = (query, key, key, lengths, lengths, query, rows, query, rows)
-    assert "mosaic_gpu" in lower_for_cuda(run, *arrays)
+    assert "mosaic_gpu" in lower_for_cuda(run, Backward(*arrays))
 
 
 MODIFIERS = pairwise(
@@ -210,9 +211,8 @@ def test_modifiers_lower(modifiers, feature, rounding, head_dim, mode, dtypes, i
     arrays = (of(300, 4, channels), of(150, 2, channels), of(150, 2, of_values), lengths, lengths)
     out = of(300, 4, of_values, out_dtype)
     given = modifiers_of(modifiers, 2, 300, 150, 4)
-    text = lower_for_cuda(
-        lambda *x: run(*x[:-1], modifiers=x[-1]), *arrays, out, rows, out, rows, given
-    )
+    arrays = Backward(*arrays, out, rows, out, rows)
+    text = lower_for_cuda(run, arrays, modifiers=given)
     assert "mosaic_gpu" in text
 
 

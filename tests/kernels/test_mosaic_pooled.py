@@ -17,6 +17,7 @@ from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import lanes
 from turbojax import _device
 from turbojax.attention.pooled import api, mosaic_gpu, pooling
+from turbojax.attention.pooled.operands import Backward
 from turbojax.attention.pooled.static import LEVELS, PooledOptions
 from turbojax.attention.score_modifiers import ScoreModifiers
 from turbojax.numerics import rows
@@ -97,7 +98,7 @@ def test_rows_of_the_gradient_fill_whole_blocks(tokens, block_q, padded, monkeyp
     static = PooledOptions(False, scale=0.1, block_q=block_q, block_kv=128)
     call = functools.partial(mosaic_gpu.gradient.__wrapped__, options=static)
     arrays = (query, key, value, levels, None, None, query, residual, query, residual)
-    jax.eval_shape(call, *arrays)
+    jax.eval_shape(call, Backward(*arrays))
     assert asked == [padded]
 
 
@@ -118,7 +119,7 @@ def test_lowers_for_cuda(head_dim, block_q, block_kv, scale, is_causal, with_len
     arrays = (query, key, value, levels, length, length)
     forward = lower_for_cuda(mosaic_gpu.attention, *arrays, options=static)
     cotangents = (query, residual, query, residual)
-    backward = lower_for_cuda(mosaic_gpu.gradient, *arrays, *cotangents, options=static)
+    backward = lower_for_cuda(mosaic_gpu.gradient, Backward(*arrays, *cotangents), options=static)
     assert "turbojax_pooled_attention_hopper" in forward
     for name in ("query", "key"):
         assert f"turbojax_pooled_{name}_gradient_hopper" in backward
@@ -143,9 +144,8 @@ def test_modifiers_lower_for_cuda(block_kv, out_dtype):
 
     def backward(*arrays):
         *arrays, modifiers = arrays
-        return mosaic_gpu.gradient(
-            *arrays[:4], None, None, *arrays[4:], modifiers=modifiers, options=options
-        )
+        given = Backward(*arrays[:4], None, None, *arrays[4:])
+        return mosaic_gpu.gradient(given, modifiers=modifiers, options=options)
 
     arrays = (query, key, value, levels)
     assert "pooled_attention_hopper" in lower_for_cuda(forward, *arrays, modifiers)

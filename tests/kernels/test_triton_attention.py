@@ -191,10 +191,9 @@ def test_lowers_for_cuda(mode, softmax, dim):
     cap = 5.0 if masked else None
     options = Options(masked, (30, 5) if masked else None, scale=0.1, logits_soft_cap=cap)
     call = functools.partial(
-        triton._attention,
+        triton.attention,
         config=tj.TurboConfig(mode=mode, softmax=softmax),
         options=options,
-        interpret=False,
     )
     x = jax.ShapeDtypeStruct((2, 200, 4, dim), dtype)
     kv = jax.ShapeDtypeStruct((2, 200, 2, dim), dtype)
@@ -214,10 +213,9 @@ def test_lowers_for_cuda_with_modifiers(names):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     call = functools.partial(
-        triton._attention,
+        triton.attention,
         config=tj.TurboConfig(mode="int8"),
         options=Options(True, None, scale=0.1, out_dtype="float32"),
-        interpret=False,
     )
     x, kv = of(2, 200, 4, 128, dtype=jnp.bfloat16), of(2, 200, 2, 128, dtype=jnp.bfloat16)
     modifiers = modifiers_of(names, 2, 200, 200, 4)

@@ -257,7 +257,7 @@ def test_operands_hold_what_the_cache_has_no_room_for():
     outcomes = []
     for room in (20, 100):
         with interpret_kernels():
-            run = jax.jit(functools.partial(triton.store_prompt_with_operands, with_operands=True))
+            run = jax.jit(triton.store_prompt_with_operands)
             outcomes.append(run(new(case, max_length=room), key, value, lengths)[1])
     assert_same_bits(*outcomes)
 
@@ -349,9 +349,12 @@ def test_arrays_whose_offsets_overflow_are_refused():
 
 
 KERNELS = {
-    "compress with operands": (300, functools.partial(triton._store_prompt, with_operands=True)),
-    "compress": (300, functools.partial(triton._store_prompt, with_operands=False)),
-    "append": (1, triton._append),
+    "compress with operands": (
+        300,
+        triton.store_prompt_with_operands,
+    ),
+    "compress": (300, triton.store_prompt),
+    "append": (1, triton.append),
 }
 
 
@@ -377,6 +380,5 @@ def test_kernels_lower_for_a_gpu(kernel, widths, channels):
     count, function = KERNELS[kernel]
     tokens = jax.ShapeDtypeStruct((2, count, 4, channels), jnp.bfloat16)
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
-    run = functools.partial(function, interpret=False)
-    text = lower_for_cuda(run, cache, tokens, tokens, lengths)
+    text = lower_for_cuda(function, cache, tokens, tokens, lengths)
     assert f"turbojax_{kernel.split()[0]}" in text

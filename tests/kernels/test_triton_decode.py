@@ -93,10 +93,10 @@ def test_splits_do_not_matter(monkeypatch):
     query, results = queries(1, 6, 2, 4, 64), []
     for programs in (1, 1000):
         monkeypatch.setattr(triton, "_ENOUGH_PROGRAMS", programs)
-        triton._decode.clear_cache()
+        triton.decode.clear_cache()
         with interpret_kernels():
             results.append(tj.decode(query, cache, implementation="triton"))
-    triton._decode.clear_cache()
+    triton.decode.clear_cache()
     for other in results[1:]:
         np.testing.assert_allclose(other, results[0], atol=1e-6)
 
@@ -124,9 +124,8 @@ def test_lowers_for_cuda(name, mode, dim):
     if dim == 96:
         options = Options(True, (100, 0), scale=0.1, logits_soft_cap=5.0)
     call = functools.partial(
-        triton._decode,
+        triton.decode,
         options=options,
-        interpret=False,
     )
     query = jax.ShapeDtypeStruct((2, 1 if dim == 128 else 3, 8, dim), jnp.bfloat16)
     text = lower_for_cuda(call, query, cache, jax.ShapeDtypeStruct((2,), jnp.int32))

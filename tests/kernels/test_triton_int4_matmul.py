@@ -30,8 +30,8 @@ from turbojax.quantizers import Fp8Tokens
 
 def run(x, weight, bias=None, residual=None, activation=None, **launch):
     """The kernel, interpreted, with other launch settings if any are given."""
-    settings = triton._launch(x.codes.shape[0], weight, activation, interpret=True)
-    settings = dataclasses.replace(settings, **launch)
+    settings = triton._launch(x.codes.shape[0], weight, activation)
+    settings = dataclasses.replace(settings, interpret=True, **launch)
     return triton._matmul(x, weight, stored_bias(bias, weight), residual, launch=settings)
 
 
@@ -170,7 +170,7 @@ def test_refusals():
 def test_launches_cover_what_there_is(out_size, in_size, gated):
     for count in (1, 16, 17, 64, 200, 4096):
         _, weight = specification(count, out_size, in_size, "e4m3", gated=gated)
-        launch = triton._launch(count, weight, None, interpret=True)
+        launch = triton._launch(count, weight, None)
         groups = weight.scales.shape[1]
         each = -(-groups // launch.splits)
         assert each * (launch.splits - 1) < groups, "a program without groups"
@@ -195,7 +195,7 @@ LOWERED = [
 def test_it_lowers(case, has_e4m3):
     *shape, scale_dtype, activation = case
     tokens, weight = specification(*shape, scale_dtype, gated=activation in ("swiglu", "geglu"))
-    launch = triton._launch(shape[0], weight, activation, interpret=False)
+    launch = triton._launch(shape[0], weight, activation)
     launch = dataclasses.replace(launch, has_e4m3=has_e4m3)
     residual = jax.ShapeDtypeStruct((shape[0], weight.result_size), jnp.bfloat16)
     call = functools.partial(triton._matmul, launch=launch)
@@ -211,7 +211,7 @@ def test_it_lowers_with_64_bits(rows):
     """Where plain numbers are 64 bits wide; with few tiles of tokens and with many."""
     tokens, weight = specification(rows, 300, 520, "e4m3")
     with jax.enable_x64(True):
-        launch = triton._launch(rows, weight, None, interpret=False)
+        launch = triton._launch(rows, weight, None)
         call = functools.partial(triton._matmul, launch=launch)
         assert "turbojax_int4_matmul" in lower_for_cuda(call, tokens, weight, None, None)
 

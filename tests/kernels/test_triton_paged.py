@@ -160,9 +160,8 @@ def test_lowers_for_cuda(name, kv_dtype, dtype):
         )
     )
     call = functools.partial(
-        triton._attend,
+        triton.attend,
         options=Options(True, given.get("window"), scale=0.1, logits_soft_cap=given.get("cap")),
-        interpret=False,
     )
     seen = jnp.float32 if code_bits(kv_dtype)[0] else dtype
     text = lower_for_cuda(
@@ -181,10 +180,10 @@ def test_splits_do_not_matter(monkeypatch):
     query, cache = kv4_normal(11, (2, 1, 4, 32)), kv4_filled("kv4", 2, 32, (200, 90))
     for programs in (1, 8, 1000):
         monkeypatch.setattr(kv4_triton, "_ENOUGH_PROGRAMS", programs)
-        kv4_triton._decode.clear_cache()
+        kv4_triton.decode.clear_cache()
         call = functools.partial(tj.decode, implementation="triton")
         assert_matches("triton", query, cache, call)
-    kv4_triton._decode.clear_cache()
+    kv4_triton.decode.clear_cache()
 
 
 KV4_REFUSED = {
@@ -234,9 +233,8 @@ def test_kv4_lowers_for_cuda(kind, name):
     (batch, tokens, heads, dim), given = KV4_LOWERED[name]
     cache = jax.eval_shape(lambda: INIT[kind](batch, 4000, 2, dim))
     call = functools.partial(
-        kv4_triton._decode,
+        kv4_triton.decode,
         options=Options(True, given.get("window"), scale=0.1, logits_soft_cap=given.get("cap")),
-        interpret=False,
     )
     query = jax.ShapeDtypeStruct((batch, tokens, heads, dim), jnp.bfloat16)
     text = lower_for_cuda(call, query, cache, jax.ShapeDtypeStruct((batch,), jnp.int32))

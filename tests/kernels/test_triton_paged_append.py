@@ -88,8 +88,8 @@ LAUNCHES = [(1, 1, jnp.float32), (64, 8, jnp.bfloat16)]
 def test_how_vectors_are_cut_does_not_matter(rows, pieces, dtype):
     cache, lengths = new(128, dtype), integers(5, 14, 0)
     x = tokens(7, 128, dtype, seed=rows)
-    taken = append_triton.settings(63, 7, 128, (4, 4), True)
-    cut = dataclasses.replace(taken, rows=rows, pieces=pieces)
+    taken = append_triton.settings(63, 7, 128, (4, 4))
+    cut = dataclasses.replace(taken, rows=rows, pieces=pieces, interpret=True)
     pages = (
         kernel.Pages(cache.key, cache.key_norm),
         kernel.Pages(cache.value, cache.value_norm),
@@ -112,13 +112,13 @@ def test_how_vectors_are_cut_does_not_matter(rows, pieces, dtype):
 def test_all_launches_fit_all_shapes():
     for head_dim in (16, 32, 64, 128, 256):
         for vectors in (1, 2048, 2049, 16384, 16385, 10**6):
-            s = append_triton.settings(vectors, 1, head_dim, (2, 3, 4), True)
+            s = append_triton.settings(vectors, 1, head_dim, (2, 3, 4))
             width = head_dim // s.pieces
             assert s.pieces * width == head_dim
             assert s.pieces & (s.pieces - 1) == 0
             assert s.rows & (s.rows - 1) == 0
             assert width >= 16
-            assert append_triton.settings(vectors, 1, head_dim, (8, 2), True).codecs[0] is None
+            assert append_triton.settings(vectors, 1, head_dim, (8, 2)).codecs[0] is None
             for codec in s.codecs:
                 assert all(0 < square < 2 ** (30 - codec.bits) for square in codec.squares)
             # What one thread holds.
@@ -275,7 +275,6 @@ def test_lowers_for_a_gpu(page, dtype, count, kv_dtype):
     x = jax.ShapeDtypeStruct((batch, count, 8, head_dim), dtype)
     lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
     tables = jax.ShapeDtypeStruct((batch, 70), jnp.int32)
-    call = functools.partial(append_triton._append, interpret=False)
-    text = lower_for_cuda(call, cache, x, x, tables, lengths, lengths)
+    text = lower_for_cuda(append_triton.append, cache, x, x, tables, lengths, lengths)
     assert text.count(kernel.NAME) >= 1
     assert "output_operand_alias" in text

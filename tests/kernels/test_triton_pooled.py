@@ -36,6 +36,7 @@ from tests.attention.pooled_helpers import (
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax._device import interpret_kernels
 from turbojax.attention.pooled import lists, pooling, reference, triton
+from turbojax.attention.pooled.operands import Backward
 from turbojax.attention.pooled.static import PooledOptions
 from turbojax.numerics import rows as rows_of
 
@@ -68,8 +69,8 @@ def _run(static, q, k, v, levels, lengths, cotangents):
     results = triton.attention(q, k, v, levels, *lengths, options=static)
     if not cotangents:
         return results
-    arrays = (q, k, v, levels, *lengths, *results, *cotangents)
-    return results, triton.gradient(*arrays, options=static)
+    arrays = Backward(q, k, v, levels, *lengths, *results, *cotangents)
+    return results, triton.gradient(arrays, options=static)
 
 
 def run(case, q, k, v, levels, *cotangents):
@@ -126,7 +127,8 @@ def test_equals_the_reference():
     static, lengths = static_of(RAGGED), lengths_of(RAGGED)
     results, gradients = run(RAGGED, *arrays)
     want = reference.attention(*arrays[:4], *lengths, options=static)
-    want_gradients = reference.gradient(*arrays[:4], *lengths, *want, *arrays[4:], options=static)
+    given = Backward(*arrays[:4], *lengths, *want, *arrays[4:])
+    want_gradients = reference.gradient(given, options=static)
     for got, expected in zip((*results, *gradients), (*want, *want_gradients), strict=True):
         finite = np.where(np.isfinite(expected), expected, 0)
         assert worst(got, expected) <= 64 * EPS * max(np.abs(finite).max(), 1)
@@ -157,11 +159,12 @@ def test_launches_agree(tile, tile_kv):
         interpret=True,
     )
     whole = [jnp.full(RAGGED.batch, count, jnp.int32) for count in (tokens, size)]
-    found = _pooled_common.Lists(*lists.by_query(levels, tokens, size, None, None, static))
+    found = _pooled_common.Lists(*lists.by_query(levels, (tokens, size), (None, None), static))
 
     @jit
     def launch(q, k, v):
-        sides = [triton._side(x, whole[1], True) for x in (k, v)]
+        with interpret_kernels():
+            sides = [triton._side(x, whole[1]) for x in (k, v)]
         out, residual = pooled_forward.forward(q, *sides, found, *whole, settings)
         rows = rows_of.gradient_rows(out, residual, d_out, d_residual, tokens)
         queries = _pooled_common.Queries(q, *rows)
@@ -314,12 +317,11 @@ def test_lowers_for_cuda(dtype, head_dim, block_q, block_kv, is_causal):
     length = jax.ShapeDtypeStruct((2,), jnp.int32) if is_causal else None
     static = {
         "options": PooledOptions(is_causal, scale=0.1, block_q=block_q, block_kv=block_kv),
-        "interpret": False,
     }
     arrays = (q, k, k, levels, length, length)
-    forward = lower_for_cuda(functools.partial(triton._attention, **static), *arrays)
-    backward = functools.partial(triton._gradient, **static)
-    backward = lower_for_cuda(backward, *arrays, q, residual, q, residual)
+    forward = lower_for_cuda(functools.partial(triton.attention, **static), *arrays)
+    backward = functools.partial(triton.gradient, **static)
+    backward = lower_for_cuda(backward, Backward(*arrays, q, residual, q, residual))
     assert "turbojax_pooled_forward" in forward
     for name in ("pool", "pooled_query_gradient", "pooled_key_gradient"):
         assert f"turbojax_{name}" in backward
@@ -330,8 +332,8 @@ def test_levels_are_data():
     """Other levels run the same compiled kernels."""
     *arrays, levels, d_out, d_residual = operands(RAGGED)
     first = run(RAGGED, *arrays, levels, d_out, d_residual)
-    sizes = triton._attention._cache_size(), triton._gradient._cache_size()
+    sizes = triton.attention._cache_size(), triton.gradient._cache_size()
     other = levels.at[:, :, 0].set(1)
     second = run(RAGGED, *arrays, other, d_out, d_residual)
-    assert (triton._attention._cache_size(), triton._gradient._cache_size()) == sizes
+    assert (triton.attention._cache_size(), triton.gradient._cache_size()) == sizes
     assert not np.array_equal(first[0][0], second[0][0])

@@ -281,10 +281,9 @@ def test_attention_lowers_with_its_quantization(monkeypatch, mode, dim):
     """The whole call as a GPU gets it, of another kind than Hopper."""
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 8.9)
     call = functools.partial(
-        triton._attention.__wrapped__,
+        triton.attention.__wrapped__,
         config=tj.TurboConfig(mode=mode),
         options=Options(True, scale=0.1),
-        interpret=False,
     )
     query, key = (jax.ShapeDtypeStruct((2, 200, n, dim), jnp.bfloat16) for n in (4, 2))
     length = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -300,8 +299,8 @@ def test_a_permuted_prompt_lowers(mode, dim):
     cache = jax.eval_shape(lambda: tj.init_cache(2, 1024, 4, dim, config=config))
     x = jax.ShapeDtypeStruct((2, 300, 4, dim), jnp.bfloat16)
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
-    options = {"with_operands": True, "permuted": True, "interpret": False}
-    store = functools.partial(append_triton._store_prompt, **options)
+    options = {"with_operands": True, "permuted": True}
+    store = functools.partial(append_triton.store_prompt_with_operands, **options)
     text = lower_for_cuda(store, cache, x, x, lengths)
     assert "turbojax_compress" in text
     assert ("turbojax_quantize" in text) == (mode != "int8")

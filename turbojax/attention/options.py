@@ -104,6 +104,8 @@ class Options(Visibility):
       scale: factor of the scores, finite; it may be negative.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``; positive and finite.
       out_dtype: of the output, ``"float32"``; None for the query's own.
+      implementation: the name of what attends; None to choose.
+      residual: whether the log-sum-exp is wanted.
 
     Raises:
       TypeError: if the scale or the cap is not a Python number.
@@ -113,6 +115,8 @@ class Options(Visibility):
     scale: float
     logits_soft_cap: float | None = None
     out_dtype: str | None = None
+    implementation: str | None = None
+    residual: bool = False
 
     def __post_init__(self) -> None:
         _check_scores(self.scale, self.logits_soft_cap)
@@ -136,6 +140,8 @@ class Options(Visibility):
         local_window_size: int | tuple[int, int] | None,
         logits_soft_cap: float | None,
         output_dtype: Any = None,
+        implementation: str | None = None,
+        residual: bool = False,
     ) -> Self:
         """The options that a user's arguments stand for, see `turbojax.turbo_attention`."""
         window: Any = local_window_size  # brought into one form with the rest
@@ -145,6 +151,8 @@ class Options(Visibility):
             window=window,
             logits_soft_cap=logits_soft_cap,
             out_dtype=output_dtype,
+            implementation=implementation,
+            residual=residual,
         )
 
 
@@ -178,9 +186,10 @@ class AttentionOptions:
         if self.local_window_size is not None:
             _checks.check_sizes(local_window_size=self.local_window_size)
 
-    def complete(self, head_dim: int) -> Options:
+    def complete(self, head_dim: int, implementation: str | None = None) -> Options:
         """The options of an op's call, for heads of `head_dim` channels."""
-        return Options.complete(head_dim, is_causal=True, **self.arguments())
+        given = {**self.arguments(), "implementation": implementation}
+        return Options.complete(head_dim, is_causal=True, **given)
 
     def arguments(self) -> dict[str, Any]:
         """The options as arguments of `turbo_attention`, `decode` and their like.

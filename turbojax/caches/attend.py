@@ -89,9 +89,8 @@ def of_call(
 ) -> dict[str, Any]:
     """A layer's options and sinks as arguments of `Kind.prefill` and `Kind.decode`."""
     return {
-        "options": options.complete(query.shape[3]),
+        "options": options.complete(query.shape[3], implementation),
         "modifiers": of_layer(query, sinks),
-        "implementation": implementation,
     }
 
 

@@ -306,8 +306,6 @@ class Kind(Stored[C]):
         *,
         options: Options,
         modifiers: ScoreModifiers = NO_MODIFIERS,
-        implementation: Any = None,
-        residual: bool = False,
     ) -> tuple[Attended, C]:
         """`turbojax.prefill` of checked options: attends within prompts and stores them.
 
@@ -320,8 +318,6 @@ class Kind(Stored[C]):
             reaches neither other tokens nor the cache.
           options: of the call.
           modifiers: of the call; only sinks.
-          implementation: what attends; None to choose.
-          residual: whether the log-sum-exp is wanted.
 
         Returns:
           The output ``[B, T, N, H]`` in the query's dtype, where rows of padding mean nothing, with
@@ -341,8 +337,6 @@ class Kind(Stored[C]):
         *,
         options: Options,
         modifiers: ScoreModifiers = NO_MODIFIERS,
-        implementation: Any = None,
-        residual: bool = False,
     ) -> Attended:
         """`turbojax.decode` of checked, causal options: the last `T` tokens attend to all held.
 

@@ -82,12 +82,6 @@ def check_query(cache: Cache, query: jax.Array) -> None:
     _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
 
 
-def check_newest(cache: Cache, query: jax.Array, query_lengths: jax.Array | None) -> jax.Array:
-    """Raises unless newest tokens' queries fit this cache; gives the real ones, int32 ``[B]``."""
-    check_query(cache, query)
-    return _checks.check_lengths("query_seq_lengths", query_lengths, query.shape[0], query.shape[1])
-
-
 def check_prompt(
     cache: Cache,
     query: jax.Array,

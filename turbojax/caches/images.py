@@ -62,6 +62,7 @@ class ImageBlocks:
             key_value_segment_ids=segments[1],
         )
         arguments = {**options.arguments(), "local_window_size": None, "is_causal": False}
+        arguments["implementation"] = implementation
         out, _ = turbo_attention.attend(
             query,
             key,
@@ -71,7 +72,6 @@ class ImageBlocks:
             config=_EXACT,
             options=Options.complete(query.shape[3], **arguments),
             modifiers=modifiers,
-            implementation=implementation,
         )
         return out
 

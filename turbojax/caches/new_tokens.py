@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Registry
 from turbojax.attention import sinks
-from turbojax.attention.options import Options
-from turbojax.attention.score_modifiers import ScoreModifiers
-from turbojax.caches import rolling_buffer
+from turbojax.attention.options import Options, require_causal
+from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
+from turbojax.caches import checks, rolling_buffer
+from turbojax.caches.base import Attended, Kind
 from turbojax.sharding import together
 from turbojax.sharding.notation import Table
 from turbojax.sharding.per_device import per_device
@@ -25,37 +27,38 @@ from turbojax.sharding.per_device import per_device
 C = TypeVar("C", bound=Any)
 
 
-def decode(
-    registry: Registry,
-    table: Table,
-    query: jax.Array,
-    cache: Any,
-    query_lengths: jax.Array,
-    *,
-    options: Options,
-    modifiers: ScoreModifiers,
-    implementation: str | None,
-    shortens: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Attends to a contiguous cache of codes, by what a registry has for these arguments.
+class Codes(Kind[C]):
+    """A kind of contiguous caches of codes, whose newest tokens attend by what a registry has.
 
-    `shortens` says that a token is stored alike wherever the cache ends, so that `as_newest`
-    applies. The registry's name is the one in the message that refuses gradients. Raises ValueError
-    as `rolling_buffer.check_visible`, NotImplementedError as `check_whole` or if what is asked for
-    cannot run this.
+    Attributes:
+      reads: the implementations; its name is the one in the message that refuses gradients.
+      table: of the call's arrays.
+      shortens: whether a token is stored alike wherever the cache ends: `as_newest` applies.
     """
-    rolling_buffer.check_visible(cache, options.window, query.shape[1])
-    check_whole(cache, modifiers)
-    run = per_device(
-        table,
-        _decode,
-        registry=registry,
-        options=options,
-        implementation=implementation,
-        shortens=shortens,
-    )
-    results: tuple[jax.Array, jax.Array] = run(query, cache, query_lengths, modifiers)
-    return results
+
+    reads: Registry
+    table: Table
+    shortens: bool = False
+
+    def decode(
+        self,
+        query: jax.Array,
+        cache: C,
+        query_lengths: jax.Array | None = None,
+        *,
+        options: Options,
+        modifiers: ScoreModifiers = NO_MODIFIERS,
+    ) -> Attended:
+        """See `Kind.decode`; the log-sum-exp is always there."""
+        require_causal(options)
+        checks.check_query(cache, query)
+        real = _checks.check_lengths("query_seq_lengths", query_lengths, *query.shape[:2])
+        rolling_buffer.check_visible(cache, options.window, query.shape[1])
+        check_whole(cache, modifiers)
+        how: Any = {"options": options, "registry": self.reads, "shortens": self.shortens}
+        run = per_device(self.table, _decode, **how)
+        results: Attended = run(query, cache, real, modifiers)
+        return results
 
 
 def _decode(
@@ -66,10 +69,9 @@ def _decode(
     *,
     registry: Registry,
     options: Options,
-    implementation: str | None,
     shortens: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode` by the implementation for these arrays."""
+    """`Codes.decode` by the implementation for these arrays."""
     real = jnp.clip(query_lengths, 0, query.shape[1])
     if shortens:
         lengths, modifiers = as_newest(query, cache.lengths, real, modifiers, options)
@@ -77,7 +79,7 @@ def _decode(
 
     def run(modifiers: ScoreModifiers, options: Options) -> tuple[jax.Array, jax.Array]:
         chosen = registry.select(
-            implementation, query=query, cache=cache, options=options, modifiers=modifiers
+            options.implementation, query=query, cache=cache, options=options, modifiers=modifiers
         )
         call = refuse_gradients(chosen.run, registry.op, options=options)
         out, residual = call(*together(query, cache, real, modifiers))

@@ -164,6 +164,7 @@ class PooledAttention:
             scale=options.complete(query.shape[3]).scale,
             block_q=self.block_q,
             block_kv=self.block_kv,
+            implementation=self.implementation,
         )
         out, _ = pooled_attention.attend(
             query,
@@ -178,7 +179,6 @@ class PooledAttention:
                 query_segment_ids=segment_ids,
                 key_value_segment_ids=segment_ids,
             ),
-            implementation=self.implementation,
         )
         return out
 

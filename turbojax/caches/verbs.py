@@ -131,6 +131,8 @@ def prefill(
         is_causal=is_causal,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
+        implementation=implementation,
+        residual=return_residual,
     )
     (out, residual), filled = kind.prefill(
         query,
@@ -140,8 +142,6 @@ def prefill(
         key_value_seq_lengths,
         options=options,
         modifiers=given.of_layer(query, sinks),
-        implementation=implementation,
-        residual=return_residual,
     )
     if not return_residual:
         return out, filled
@@ -234,6 +234,8 @@ def decode(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
         output_dtype=output_dtype,
+        implementation=implementation,
+        residual=return_residual,
     )
     offsets = {"query_offset": query_offset, "key_offset": key_offset}
     out, residual = kind.decode(
@@ -242,8 +244,6 @@ def decode(
         query_seq_lengths,
         options=options,
         modifiers=given.of_cache(query, sinks=sinks, **offsets),
-        implementation=implementation,
-        residual=return_residual,
     )
     if not return_residual:
         return out

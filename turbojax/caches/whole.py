@@ -118,9 +118,8 @@ def attend_within(
             query, key, value, **arrays, options=options, implementation=implementation
         )
     static: dict[str, Any] = {
-        "options": options.complete(query.shape[3]),
+        "options": options.complete(query.shape[3], implementation),
         "modifiers": of_layer(query, sinks),
-        "implementation": implementation,
     }
     if attention == "exact":
         return exact_attention.attend(query, key, value, lengths, **static)

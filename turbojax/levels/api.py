@@ -85,7 +85,7 @@ def select_levels(
     if not isinstance(policy, Policy):
         raise TypeError(f"policy is a {type(policy).__name__}, must be one of turbojax.levels")
     grid = estimate.check_arguments(query, key, block_q, block_kv, is_causal)
-    estimate.check_sampling(grid, scale, query_samples, key_means)
+    sampling = estimate.Sampling.of(query, grid, scale, query_samples, key_means)
     lengths = estimate.check_lengths(query, key, query_seq_lengths, key_value_seq_lengths)
     modifiers = given.complete(
         query,
@@ -102,13 +102,11 @@ def select_levels(
         modifiers,
         policy=policy,
         grid=grid,
-        scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
-        samples=query_samples,
-        means=key_means,
+        sampling=sampling,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "grid", "scale", "samples", "means"))
+@functools.partial(jax.jit, static_argnames=("policy", "grid", "sampling"))
 def _select(
     query: jax.Array,
     key: jax.Array,
@@ -118,9 +116,7 @@ def _select(
     *,
     policy: Policy,
     grid: Grid,
-    scale: float,
-    samples: int,
-    means: int,
+    sampling: estimate.Sampling,
 ) -> jax.Array:
     inner = policy.policy if isinstance(policy, SimilarityCap) else policy
     lengths = grid.lengths(query_length, key_length)
@@ -129,15 +125,7 @@ def _select(
         levels = jnp.broadcast_to(inner.on(grid, *lengths, modifiers)[:, None], shape)
     else:
         importance = estimate.importance(
-            query,
-            key,
-            query_length,
-            key_length,
-            modifiers,
-            grid=grid,
-            scale=scale,
-            samples=samples,
-            means=means,
+            query, key, query_length, key_length, modifiers, grid=grid, sampling=sampling
         )
         levels = assign(importance, inner, *lengths, grid, modifiers)
     if isinstance(policy, SimilarityCap):

@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ def block_importance(
       ValueError: if shapes, blocks, lengths or numbers of samples do not fit.
     """
     grid = check_arguments(query, key, block_q, block_kv, is_causal)
-    check_sampling(grid, scale, query_samples, key_means)
+    sampling = Sampling.of(query, grid, scale, query_samples, key_means)
     lengths = check_lengths(query, key, query_seq_lengths, key_value_seq_lengths)
     modifiers = given.complete(
         query,
@@ -86,9 +87,7 @@ def block_importance(
         *lengths,
         modifiers,
         grid=grid,
-        scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
-        samples=query_samples,
-        means=key_means,
+        sampling=sampling,
     )
 
 
@@ -117,17 +116,29 @@ def check_lengths(
     return checked[0], checked[1]
 
 
-def check_sampling(grid: Grid, scale: float | None, samples: int, means: int) -> None:
-    """Checks the numbers of samples and of means."""
-    _checks.check_number("scale", scale)
-    _checks.check_sizes(query_samples=samples, key_means=means)
-    if samples > grid.block_q:
-        raise ValueError(f"query_samples={samples} must be at most block_q={grid.block_q}")
-    if grid.block_kv % means:
-        raise ValueError(f"key_means={means} must divide block_kv={grid.block_kv}")
+class Sampling(NamedTuple):
+    """What importance is estimated from: so many queries and means of keys of each block."""
+
+    scale: float
+    queries: int
+    means: int
+
+    @staticmethod
+    def of(
+        query: jax.Array, grid: Grid, scale: float | None, queries: int, means: int
+    ) -> "Sampling":
+        """Checks the numbers of samples and of means; `scale` is that of the scores."""
+        _checks.check_number("scale", scale)
+        _checks.check_sizes(query_samples=queries, key_means=means)
+        if queries > grid.block_q:
+            raise ValueError(f"query_samples={queries} must be at most block_q={grid.block_q}")
+        if grid.block_kv % means:
+            raise ValueError(f"key_means={means} must divide block_kv={grid.block_kv}")
+        whole = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+        return Sampling(whole, queries, means)
 
 
-@functools.partial(jax.jit, static_argnames=("grid", "scale", "samples", "means"))
+@functools.partial(jax.jit, static_argnames=("grid", "sampling"))
 def importance(
     query: jax.Array,
     key: jax.Array,
@@ -136,11 +147,10 @@ def importance(
     modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     grid: Grid,
-    scale: float,
-    samples: int,
-    means: int,
+    sampling: Sampling,
 ) -> jax.Array:
     """`block_importance` of checked arguments."""
+    scale, samples, means = sampling
     batch, _, heads, channels = query.shape
     kv_heads = key.shape[2]
     sampled, position = _sample_queries(query, query_length, grid, samples)

@@ -6,6 +6,7 @@ would copy the whole cache. Here the layers are a Python loop, every array of ev
 argument of its own, and a donated cache is updated in place.
 """
 
+import abc
 import dataclasses
 import functools
 import warnings
@@ -41,37 +42,21 @@ A linear layer may have `lora_a` and `lora_b` beside its kernel, see `AdaptedLin
 """
 
 
-@pytree
 @dataclasses.dataclass(frozen=True)
-class Decoder:
-    """The weights of a `Transformer`, layer by layer: what `start` and `generate` run.
+class BaseDecoder(abc.ABC):
+    """What `Decoder` and `QuantizedDecoder` compute alike; their docstrings describe the fields."""
 
-    Made by `unstack`, `load_decoder` or `random_decoder`. A pytree that is cheap to pass to `jit`.
-
-    Attributes:
-      embedding: ``[V, D]``.
-      layers: one tree of arrays per layer.
-      norm: ``[D]``, scale of the last norm.
-      lm_head: ``[V, D]``, or None where the embedding serves.
-      config: the shape, of the whole model.
-      dtype: compute dtype.
-      axes: of a mesh over which arrays are split as
-        `turbojax.models.tensor_parallel.specs.partition_specs` says, or None. On a mesh, `hidden`
-        and `logits` are what one device runs within `shard_map`, see
-        `turbojax.models.tensor_parallel.programs`.
-    """
-
-    embedding: jax.Array
-    layers: tuple[LayerParams, ...]
+    embedding: Any
+    layers: tuple[Any, ...]
     norm: jax.Array
-    lm_head: jax.Array | None
+    lm_head: Any
     config: TransformerConfig = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
     axes: Axes | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights, their padding included."""
         return nbytes(self)
 
     def hidden(
@@ -101,19 +86,17 @@ class Decoder:
         )
         return self.finish(hidden), caches
 
+    @abc.abstractmethod
     def embed(self, tokens: jax.Array) -> jax.Array:
         """The residual stream ``[B, T, D]`` before the first layer, from int tokens ``[B, T]``."""
-        over = hidden_axes(self.axes)
-        return embed(self.embedding, tokens, self.config, self.dtype, over)
 
-    def apply(self, layer: LayerParams, *operands: Any) -> tuple[jax.Array, Cache]:
+    @abc.abstractmethod
+    def apply(self, layer: Any, *operands: Any) -> tuple[jax.Array, Cache]:
         """Applies one of `layers`, see `apply_block`."""
-        config = local_config(self.config, self.axes)
-        return apply_block(layer, *operands, config=config, dtype=self.dtype, axes=self.axes)
 
+    @abc.abstractmethod
     def finish(self, hidden: jax.Array) -> jax.Array:
         """Norms the residual stream after the last layer."""
-        return final_norm(hidden, self.norm, self.config, self.config.norm_offset)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Projects ``[..., D]`` to float32 logits ``[..., V]``."""
@@ -122,6 +105,48 @@ class Decoder:
     def local_logits(self, hidden: jax.Array) -> jax.Array:
         """The logits of this device's part of the vocabulary, with -inf where that has no token."""
         return mask_padding(self._project(hidden), self.config, self.axes)
+
+    @abc.abstractmethod
+    def _project(self, hidden: jax.Array) -> jax.Array: ...
+
+
+@pytree
+@dataclasses.dataclass(frozen=True)
+class Decoder(BaseDecoder):
+    """The weights of a `Transformer`, layer by layer: what `start` and `generate` run.
+
+    Made by `unstack`, `load_decoder` or `random_decoder`. A pytree that is cheap to pass to `jit`.
+
+    Attributes:
+      embedding: ``[V, D]``.
+      layers: one tree of arrays per layer.
+      norm: ``[D]``, scale of the last norm.
+      lm_head: ``[V, D]``, or None where the embedding serves.
+      config: the shape, of the whole model.
+      dtype: compute dtype.
+      axes: of a mesh over which arrays are split as
+        `turbojax.models.tensor_parallel.specs.partition_specs` says, or None. On a mesh, `hidden`
+        and `logits` are what one device runs within `shard_map`, see
+        `turbojax.models.tensor_parallel.programs`.
+    """
+
+    embedding: jax.Array
+    layers: tuple[LayerParams, ...]
+    lm_head: jax.Array | None
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """See `BaseDecoder.embed`."""
+        over = hidden_axes(self.axes)
+        return embed(self.embedding, tokens, self.config, self.dtype, over)
+
+    def apply(self, layer: LayerParams, *operands: Any) -> tuple[jax.Array, Cache]:
+        """See `BaseDecoder.apply`."""
+        config = local_config(self.config, self.axes)
+        return apply_block(layer, *operands, config=config, dtype=self.dtype, axes=self.axes)
+
+    def finish(self, hidden: jax.Array) -> jax.Array:
+        """See `BaseDecoder.finish`."""
+        return final_norm(hidden, self.norm, self.config, self.config.norm_offset)
 
     def _project(self, hidden: jax.Array) -> jax.Array:
         weight = self.embedding if self.lm_head is None else self.lm_head

@@ -13,10 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from turbojax._pytrees import nbytes, pytree
-from turbojax.caches import Attend
 from turbojax.caches.base import Cache
 from turbojax.matmul.int4 import matmul
 from turbojax.matmul.int4.api import check_token_kind
@@ -24,13 +22,11 @@ from turbojax.matmul.int4.layout import OUT_MULTIPLE, code_tiles, scale_tiles
 from turbojax.matmul.int4.static import TokenKind
 from turbojax.matmul.int4.weight import Int4Weight, dequantize
 from turbojax.models.config import TransformerConfig
-from turbojax.models.decoder import apply_layers, final_norm
+from turbojax.models.decoder import BaseDecoder, final_norm
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear
 from turbojax.models.tensor_parallel.layout import (
-    gather_logits,
     hidden_axes,
     local_config,
-    mask_padding,
 )
 from turbojax.models.transformer import (
     embed,
@@ -39,13 +35,11 @@ from turbojax.models.transformer import (
     project,
     scale_embeddings,
 )
-from turbojax.models.vision.soft_tokens import SoftTokens, embedded
-from turbojax.sharding import Axes
 
 
 @pytree
 @dataclasses.dataclass(frozen=True)
-class QuantizedDecoder:
+class QuantizedDecoder(BaseDecoder):
     """A decoder with INT4 weights, made by `quantize_model` or `random_quantized_decoder`.
 
     A pytree that is cheap to pass to `jit`.
@@ -63,16 +57,7 @@ class QuantizedDecoder:
 
     embedding: jax.Array | Int4Weight
     layers: tuple[QuantizedLayer, ...]
-    norm: jax.Array
     lm_head: jax.Array | Int4Weight | None
-    config: TransformerConfig = dataclasses.field(metadata={"static": True})
-    dtype: np.dtype = dataclasses.field(metadata={"static": True})
-    axes: Axes | None = dataclasses.field(default=None, metadata={"static": True})
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all weights, their padding included."""
-        return nbytes(self)
 
     @property
     def bits_per_weight(self) -> float:
@@ -111,33 +96,18 @@ class QuantizedDecoder:
         layers = jax.tree.map(change, self.layers, is_leaf=is_linear)
         return dataclasses.replace(self, layers=layers)
 
-    def hidden(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        attend: Attend,
-        caches: tuple[Cache, ...],
-        images: SoftTokens | None = None,
-    ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        """The normed residual stream after the last layer; see `Decoder.hidden`."""
-        hidden = embedded(self.embed(tokens), images)
-        hidden, caches = apply_layers(
-            self.apply, self.layers, hidden, positions, attend, caches, self.config
-        )
-        return self.finish(hidden), caches
-
     def apply(self, layer: QuantizedLayer, *operands: Any) -> tuple[jax.Array, Cache]:
-        """Applies one of `layers`; see `Decoder.apply`."""
+        """See `BaseDecoder.apply`."""
         config = local_config(self.config, self.axes)
         done: tuple[jax.Array, Cache] = layer(*operands, config=config, axes=self.axes)
         return done
 
     def finish(self, hidden: jax.Array) -> jax.Array:
-        """Norms the residual stream after the last layer."""
+        """See `BaseDecoder.finish`."""
         return final_norm(hidden, self.norm, self.config)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """See `Decoder.embed`; the table may be quantized."""
+        """See `BaseDecoder.embed`; the table may be quantized."""
         table, over = self.embedding, hidden_axes(self.axes)
         if not isinstance(table, Int4Weight):
             return embed(table, tokens, self.config, self.dtype, over)
@@ -151,14 +121,6 @@ class QuantizedDecoder:
             mine = functools.partial(look, nothing=0.0)
             return embed_split(mine, table.out_size, tokens, self.config, self.dtype, over)
         return scale_embeddings(look(tokens, jnp.nan), self.config)
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Projects ``[..., D]`` to float32 logits ``[..., V]``."""
-        return gather_logits(self._project(hidden), self.config.vocab_size, self.axes)
-
-    def local_logits(self, hidden: jax.Array) -> jax.Array:
-        """The logits of this device's part of the vocabulary; see `Decoder.local_logits`."""
-        return mask_padding(self._project(hidden), self.config, self.axes)
 
     def _project(self, hidden: jax.Array) -> jax.Array:
         table = self.embedding if self.lm_head is None else self.lm_head

@@ -11,7 +11,6 @@ from turbojax.attention import score_modifiers as given
 from turbojax.attention.options import Options, check_output_dtype, plain_scale
 from turbojax.attention.pooled import api as pooled_api
 from turbojax.attention.pooled.static import PooledOptions
-from turbojax.attention.score_modifiers import ScoreModifiers
 from turbojax.numerics.config import TurboConfig
 from turbojax.parallel import ring as rings
 from turbojax.parallel.local import Exact, Pooled, Turbo
@@ -98,6 +97,8 @@ def ring_attention(  # noqa: D417
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
         output_dtype=output_dtype,
+        implementation=implementation,
+        residual=return_residual,
     )
     modifiers = given.complete(
         query,
@@ -109,13 +110,10 @@ def ring_attention(  # noqa: D417
     )
     lengths = query_seq_lengths, key_value_seq_lengths
     op: rings.Op = (
-        Turbo(attention, options, implementation)
-        if isinstance(attention, TurboConfig)
-        else Exact(options, implementation)
+        Turbo(attention, options) if isinstance(attention, TurboConfig) else Exact(options)
     )
-    return _attend(
-        op, query, key, value, lengths, modifiers, None, axis_name, order, return_residual
-    )
+    arrays = rings.Arrays(*lengths, modifiers)
+    return _attend(op, query, key, value, arrays, axis_name, order)
 
 
 def ring_pooled_attention(
@@ -155,6 +153,8 @@ def ring_pooled_attention(
         block_q=block_q,
         block_kv=block_kv,
         out_dtype=check_output_dtype(output_dtype),
+        implementation=implementation,
+        residual=return_residual,
     )
     modifiers = given.complete(
         query,
@@ -167,10 +167,9 @@ def ring_pooled_attention(
         (key.shape[0], key.shape[1] * jax.lax.axis_size(axis_name), *key.shape[2:]), key.dtype
     )
     levels = pooled_api.check_levels(levels, query, whole, options)
-    op, lengths = Pooled(options, implementation), (query_seq_lengths, key_value_seq_lengths)
-    return _attend(
-        op, query, key, value, lengths, modifiers, levels, axis_name, order, return_residual
-    )
+    lengths = query_seq_lengths, key_value_seq_lengths
+    arrays = rings.Arrays(*lengths, modifiers, levels)
+    return _attend(Pooled(options), query, key, value, arrays, axis_name, order)
 
 
 def _attend(
@@ -178,12 +177,9 @@ def _attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    lengths: tuple[jax.Array | None, jax.Array | None],
-    modifiers: ScoreModifiers,
-    levels: jax.Array | None,
+    arrays: rings.Arrays,
     axis_name: Names,
     order: Order,
-    return_residual: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Checks what is common; brings tokens into the order in which they are attended, and back."""
     devices = jax.lax.axis_size(axis_name)
@@ -195,12 +191,9 @@ def _attend(
     parts = len(chunks(run_in, devices)[0])
     check_blocks(op.blocks, query.shape[1], parts, devices)
     size = query.shape[1] // parts
-    names = ("query_seq_lengths", "key_value_seq_lengths")
-    of_all = [
-        None if x is None else _checks.check_lengths(name, x, query.shape[0], whole).clip(0, whole)
-        for name, x in zip(names, lengths, strict=True)
-    ]
-    arrays = rings.Arrays(of_all[0], of_all[1], modifiers, levels)
+    of_queries = _lengths("query_seq_lengths", arrays.query_lengths, query.shape[0], whole)
+    of_keys = _lengths("key_value_seq_lengths", arrays.key_lengths, query.shape[0], whole)
+    arrays = dataclasses.replace(arrays, query_lengths=of_queries, key_lengths=of_keys)
     moves = run_in != order
     if moves:
         query, key, value = (to_zigzag(x, axis_name) for x in (query, key, value))
@@ -215,8 +208,15 @@ def _attend(
     out, residual = rings.attend(ring, *together(query, key, value, arrays))
     if moves:
         out = from_zigzag(out, axis_name)
-        residual = from_zigzag(residual, axis_name) if return_residual else residual
-    return (out, residual) if return_residual else out
+        residual = from_zigzag(residual, axis_name) if op.options.residual else residual
+    return (out, residual) if op.options.residual else out
+
+
+def _lengths(name: str, lengths: jax.Array | None, batch: int, whole: int) -> jax.Array | None:
+    """Checked lengths of whole sequences, within these."""
+    if lengths is None:
+        return None
+    return _checks.check_lengths(name, lengths, batch, whole).clip(0, whole)
 
 
 def _moved(arrays: rings.Arrays, axis_name: Names) -> rings.Arrays:

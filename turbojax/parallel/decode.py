@@ -132,9 +132,11 @@ def decode(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
         output_dtype=output_dtype,
+        implementation=implementation,
     )
-    how: Any = {"options": options, "sinks": sinks, "implementation": implementation}
-    out, residual = attend_cache(query, cache, axis, query_seq_lengths, **how)
+    out, residual = attend_cache(
+        query, cache, axis, query_seq_lengths, options=options, sinks=sinks
+    )
     return (out, residual) if return_residual else out
 
 
@@ -146,7 +148,6 @@ def attend_cache(
     *,
     options: Options,
     sinks: jax.Array | None = None,
-    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` of `Options`, causal ones; also gives the log-sum-exp."""
     if isinstance(cache, ProgressiveCache):  # whose places must tell what so many queries see
@@ -155,7 +156,7 @@ def attend_cache(
             raise NotImplementedError(f"a cache split over {axis=}: {refusal}")
     run = run_of_cache(cache, axis)
     local = of_run(cache, run)
-    attend = _attention_to(local, _of_part(options), implementation)
+    attend = _attention_to(local, _of_part(options))
     return _merge(query, cache.lengths, query_lengths, run, axis, attend, options, sinks)
 
 
@@ -201,10 +202,11 @@ def paged_attention(  # noqa: D417
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
         output_dtype=output_dtype,
+        implementation=implementation,
     )
     run = Run.of(block_tables.shape[1] * cache.page_size, axis)
     lengths = _checks.as_int32("lengths", lengths)
-    attend = _to_pages(cache, block_tables, run.held(lengths), _of_part(options), implementation)
+    attend = _to_pages(cache, block_tables, run.held(lengths), _of_part(options))
     out, residual = _merge(query, lengths, query_seq_lengths, run, axis, attend, options, sinks)
     return (out, residual) if return_residual else out
 
@@ -222,9 +224,8 @@ def attend_new_tokens(axis: AxisName, implementation: str | None = None) -> Atte
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         cache = append(cache, key, value, axis, implementation=implementation)
-        static = options.complete(query.shape[3])
-        how: Any = {"options": static, "sinks": sinks, "implementation": implementation}
-        out, _ = attend_cache(query, cache, axis, **how)
+        static = options.complete(query.shape[3], implementation)
+        out, _ = attend_cache(query, cache, axis, options=static, sinks=sinks)
         return out, cache
 
     return attend
@@ -321,21 +322,20 @@ def _within_and_behind(
     return out, jnp.where(is_within, last[1], residual)
 
 
-def _attention_to(cache: Any, options: Options, implementation: Any) -> _Attention:
+def _attention_to(cache: Any, options: Options) -> _Attention:
     """Attention to a cache of the device's own tokens, as `of_run` gives it."""
     if isinstance(cache, PagedLayer):
-        return _to_pages(cache.pages, cache.block_tables, cache.lengths, options, implementation)
+        return _to_pages(cache.pages, cache.block_tables, cache.lengths, options)
     kind = kind_of(cache)
-    static: Any = {"options": options, "implementation": implementation}
 
     def run(
         query: jax.Array, real: jax.Array | None, is_needed: jax.Array | None, **offsets: Any
     ) -> Part:
         needed = cache if is_needed is None else _needed(cache, is_needed)
         if kind.has_latents:
-            return _to_latents(query, needed, real, options, implementation, **offsets)
+            return _to_latents(query, needed, real, options, **offsets)
         modifiers = of_cache(query, **offsets)
-        part: Any = kind.decode(query, needed, real, modifiers=modifiers, residual=True, **static)
+        part: Any = kind.decode(query, needed, real, options=options, modifiers=modifiers)
         return part
 
     return _Attention(run, cache.num_kv_heads, cache.lengths)
@@ -343,7 +343,7 @@ def _attention_to(cache: Any, options: Options, implementation: Any) -> _Attenti
 
 def _of_part(options: Options) -> Options:
     """The options of a device's part, which stays in float32 until it is merged."""
-    return dataclasses.replace(options, out_dtype="float32")
+    return dataclasses.replace(options, out_dtype="float32", residual=True)
 
 
 def _needed(cache: Any, is_needed: jax.Array) -> Any:
@@ -359,17 +359,14 @@ def _to_pages(
     block_tables: jax.Array,
     lengths: jax.Array,
     options: Options,
-    implementation: Any,
 ) -> _Attention:
-    static: Any = {"options": options, "implementation": implementation}
-
     def run(
         query: jax.Array, real: jax.Array | None, is_needed: jax.Array | None, **offsets: Any
     ) -> Part:
         held = lengths if is_needed is None else jnp.where(is_needed, lengths, 0)
         modifiers = of_cache(query, **offsets)
         return paged_op.attend(
-            query, cache, block_tables, held, real, modifiers=modifiers, **static
+            query, cache, block_tables, held, real, options=options, modifiers=modifiers
         )
 
     return _Attention(run, cache.num_kv_heads, lengths)
@@ -380,7 +377,6 @@ def _to_latents(
     cache: LatentCache,
     real: jax.Array | None,
     options: Options,
-    implementation: Any,
     **offsets: Any,
 ) -> Part:
     channels = cache.latent_dim + cache.rope_dim
@@ -389,7 +385,5 @@ def _to_latents(
             f"{query.shape=} must be [B, T, N, {channels}]: the parts of latent and rotary key"
         )
     latent, rope = split_query(query, cache.latent_dim)
-    static: Any = {"options": options, "implementation": implementation}
-    return latent_op.attend(
-        latent, rope, cache, real, modifiers=of_cache(query, **offsets), **static
-    )
+    modifiers = of_cache(query, **offsets)
+    return latent_op.attend(latent, rope, cache, real, options=options, modifiers=modifiers)

@@ -11,10 +11,11 @@ from turbojax.attention import cudnn
 from turbojax.attention.options import Options, check_implementation
 from turbojax.attention.pooled import api as pooled_api
 from turbojax.attention.pooled import segments as pooled_segments
+from turbojax.attention.pooled.operands import Backward as PooledBackward
 from turbojax.attention.pooled.static import PooledOptions
 from turbojax.attention.turbo import api as turbo_api
 from turbojax.attention.turbo import gradient as turbo_gradient
-from turbojax.attention.turbo.operands import Stage1, quantize_keys_and_values
+from turbojax.attention.turbo.operands import Backward, Stage1, quantize_keys_and_values
 from turbojax.numerics import rows
 from turbojax.numerics.config import TurboConfig
 from turbojax.parallel.ring import Operands, Pair
@@ -37,7 +38,6 @@ class Turbo:
 
     config: TurboConfig
     options: Options
-    implementation: str | None = None
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -70,9 +70,9 @@ class Turbo:
             "options": dataclasses.replace(_part(self.options, pair), out_dtype=None),
             "modifiers": pair.modifiers,
         }
-        name = registry.beside(self.implementation)
+        name = registry.beside(self.options.implementation)
         *gradients, d_modifiers = registry.select(name, **_named(operands), **static).run(
-            *(*operands, *_lengths(operands, pair), *results),
+            Backward(*operands, *_lengths(operands, pair), *results),
             **static,
             is_ragged=pair.query_lengths is not None or pair.key_lengths is not None,
             dtype=_FLOAT32,
@@ -82,7 +82,7 @@ class Turbo:
     def _choose(self, operands: Operands) -> Any:
         options = dataclasses.replace(self.options, out_dtype=_FLOAT32)
         static = {"config": self.config, "options": options}
-        return turbo_api.ATTENTION.select(self.implementation, **_named(operands), **static)
+        return turbo_api.ATTENTION.select(options.implementation, **_named(operands), **static)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +91,15 @@ class Exact:
 
     That is cuDNN, whose outputs have 16 bits, where only causality and lengths say what is seen; on
     Hopper, with segments, the kernels of pooled attention, at level 1; else `turbo_attention` in
-    mode ``"float"``, which computes all gradients. `implementation` is ``"cudnn"``, a name of
+    mode ``"float"``, which computes all gradients. The implementation is ``"cudnn"``, a name of
     `turbo_attention`'s, or None to choose.
     """
 
     options: Options
-    implementation: str | None = None
     blocks: ClassVar[tuple[int, int]] = (1, 1)
 
     def __post_init__(self) -> None:
-        check_implementation(self.implementation, ("cudnn", *IMPLEMENTATION_NAMES))
+        check_implementation(self.options.implementation, ("cudnn", *IMPLEMENTATION_NAMES))
 
     def pack(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None) -> _Part:
         """Keys and values as they are, padding hidden: a weight of 0 does not remove a NaN."""
@@ -110,12 +109,12 @@ class Exact:
         """See `Op.attend`."""
         operands = (operands[0], *packed)
         options = dataclasses.replace(_part(self.options, pair), out_dtype=None)
-        if self.implementation in (None, "cudnn"):
+        if options.implementation in (None, "cudnn"):
             refusal = _cudnn_refusal(operands, options, pair)
             if refusal is None:
                 out, residual = cudnn.attend_part(*operands, pair.key_lengths, options=options)
                 return _without_padding(out, residual, pair.query_lengths)
-            if self.implementation is not None:
+            if options.implementation is not None:
                 raise NotImplementedError(f"exact attention cannot run here: cudnn: {refusal}")
         blocks = [-(-x.shape[1] // _TILE) for x in operands[:2]]
         by_levels = pair._replace(levels=jnp.ones((1, 1, *blocks), jnp.int8))
@@ -128,12 +127,10 @@ class Exact:
         """The kernels of pooled attention, if they can run all that this call asks for."""
         options = _part(self.options, pair)
         asks = options.window, options.logits_soft_cap, pair.modifiers.alibi_slopes
-        if self.implementation not in (None, "mosaic_gpu") or any(x is not None for x in asks):
+        if options.implementation not in (None, "mosaic_gpu") or any(x is not None for x in asks):
             return None
-        wanted = PooledOptions(
-            options.is_causal, scale=options.scale, block_q=_TILE, block_kv=_TILE
-        )
-        return Pooled(wanted, "mosaic_gpu")
+        given: Any = {"scale": options.scale, "block_q": _TILE, "block_kv": _TILE}
+        return Pooled(PooledOptions(options.is_causal, **given, implementation="mosaic_gpu"))
 
     def gradient(self, operands: Operands, results: _Results, pair: Pair) -> _Gradients:
         """See `Op.gradient`."""
@@ -141,8 +138,11 @@ class Exact:
 
     @property
     def _turbo(self) -> Turbo:
-        name = None if self.implementation == "cudnn" else self.implementation
-        return Turbo(EXACT, self.options, name)
+        name = self.options.implementation
+        options = dataclasses.replace(
+            self.options, implementation=None if name == "cudnn" else name
+        )
+        return Turbo(EXACT, options)
 
 
 def _cudnn_refusal(operands: Operands, options: Options, pair: Pair) -> str | None:
@@ -176,7 +176,6 @@ class Pooled:
     """`pooled_attention`."""
 
     options: PooledOptions
-    implementation: str | None = None
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -191,21 +190,22 @@ class Pooled:
     def attend(self, operands: Operands, packed: _Part, pair: Pair) -> _Part:
         """See `Op.attend`."""
         arrays, static = self._arguments((operands[0], *packed), pair)
-        chosen = pooled_api.FORWARD.select(self.implementation, **_named(arrays), **static)
+        chosen = pooled_api.FORWARD.select(self.options.implementation, **_named(arrays), **static)
         out, residual = chosen.run(*arrays, **static)
         return out, residual
 
     def gradient(self, operands: Operands, results: _Results, pair: Pair) -> _Gradients:
         """See `Op.gradient`."""
         arrays, static = self._arguments(operands, pair)
-        chosen = pooled_api.GRADIENT.select(self.implementation, **_named(arrays), **static)
-        d_q, d_k, d_v = chosen.run(*arrays, *results, **static, dtype=_FLOAT32)
+        chosen = pooled_api.GRADIENT.select(self.options.implementation, **_named(arrays), **static)
+        d_q, d_k, d_v = chosen.run(PooledBackward(*arrays, *results), **static, dtype=_FLOAT32)
         return d_q, d_k, d_v, None
 
     def runs(self, operands: Operands, pair: Pair) -> bool:
         """Whether the implementation that was asked for can do this here."""
         arrays, static = self._arguments(operands, pair)
-        found = [x for x in pooled_api.FORWARD.implementations if x.name == self.implementation]
+        name = self.options.implementation
+        found = [x for x in pooled_api.FORWARD.implementations if x.name == name]
         return all(x.unsupported(**_named(arrays), **static) is None for x in found)
 
     def _arguments(self, operands: Operands, pair: Pair) -> tuple[tuple[Any, ...], dict[str, Any]]:

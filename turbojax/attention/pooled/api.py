@@ -15,6 +15,7 @@ from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.attention import score_modifiers as given
 from turbojax.attention.options import check_output_dtype, plain_scale
 from turbojax.attention.pooled import mosaic_gpu, reference, segments, triton
+from turbojax.attention.pooled.operands import Backward
 from turbojax.attention.pooled.static import LEVELS, PooledOptions
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.sinks import sink_gradient, with_sinks
@@ -130,6 +131,7 @@ def pooled_attention(
         block_q=block_q,
         block_kv=block_kv,
         out_dtype=check_output_dtype(output_dtype),
+        implementation=implementation,
     )
     modifiers = given.complete(
         query,
@@ -149,7 +151,6 @@ def pooled_attention(
         key_value_seq_lengths,
         options=options,
         modifiers=modifiers,
-        implementation=implementation,
     )
     return (out, residual) if return_residual else out
 
@@ -164,7 +165,6 @@ def attend(
     *,
     options: PooledOptions,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`pooled_attention` of checked queries, keys and values; gives the log-sum-exp too."""
     levels = check_levels(levels, query, key, options)
@@ -173,7 +173,7 @@ def attend(
     sizes = {"block_q": options.block_q, "block_kv": options.block_kv}
     attended = per_device_explicit(tables.POOLED_LEVELS, segments.attended, **sizes)
     levels = attended(levels, query_length, key_length, modifiers)
-    call = _differentiable(options, implementation)
+    call = _differentiable(options)
     out, residual, *_ = call(
         *together(query, key, value, levels, query_length, key_length, modifiers)
     )
@@ -217,23 +217,20 @@ def _length(name: str, lengths: jax.Array | None, x: jax.Array) -> jax.Array | N
     return jnp.clip(_checks.check_lengths(name, lengths, batch, size), 0, size)
 
 
-def _select(
-    registry: Registry, implementation: str | None, *arrays: Any, options: PooledOptions
-) -> Callable[..., Any]:
+def _select(registry: Registry, *arrays: Any, options: PooledOptions) -> Callable[..., Any]:
     """The implementation for these operands, levels and, last, modifiers."""
     query, key, value, levels, *_, modifiers = arrays
     without = dataclasses.replace(modifiers, sinks=None)
     arguments = {"query": query, "key": key, "value": value, "levels": levels}
-    return registry.select(implementation, **arguments, options=options, modifiers=without).run
+    name = options.implementation
+    return registry.select(name, **arguments, options=options, modifiers=without).run
 
 
-def _forward(
-    *arrays: Any, options: PooledOptions, implementation: str | None
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def _forward(*arrays: Any, options: PooledOptions) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The output, the residual and, where there are sinks, the residual without them."""
-    run = _select(FORWARD, implementation, *arrays, options=options)
+    run = _select(FORWARD, *arrays, options=options)
     # The gradient is chosen here too: what cannot run is refused now, not in a backward pass.
-    _select(GRADIENT, implementation, *arrays, options=options)
+    _select(GRADIENT, *arrays, options=options)
     *operands, modifiers = arrays
     if modifiers.sinks is None:
         return *run(*operands, options=options, modifiers=modifiers), None
@@ -246,22 +243,20 @@ def _forward(
 
 
 def _gradient(
-    *saved: Any, options: PooledOptions, implementation: str | None
+    *saved: Any, options: PooledOptions
 ) -> tuple[jax.Array, jax.Array, jax.Array, ScoreModifiers]:
     """The backward pass, from what was kept and the cotangents."""
-    *arrays, modifiers, out, residual, d_out, d_residual = saved
-    run = _select(GRADIENT, implementation, *arrays, modifiers, options=options)
-    results = (out, residual, d_out, d_residual)
+    *operands, modifiers = saved[:7]
+    run = _select(GRADIENT, *operands, modifiers, options=options)
+    arrays = Backward(*operands, *saved[7:])
     without = dataclasses.replace(modifiers, sinks=None)
-    gradients = run(*arrays, *results, options=options, modifiers=without)
+    gradients = run(arrays, options=options, modifiers=without)
     if modifiers.sinks is None:
         return *gradients, NO_MODIFIERS
-    return *gradients, ScoreModifiers(sinks=_of_sinks(modifiers.sinks, arrays[4], *results))
+    return *gradients, ScoreModifiers(sinks=_of_sinks(modifiers.sinks, arrays))
 
 
-def _differentiable(
-    options: PooledOptions, implementation: str | None
-) -> Callable[..., tuple[jax.Array, ...]]:
+def _differentiable(options: PooledOptions) -> Callable[..., tuple[jax.Array, ...]]:
     """The op with its options bound, differentiable in reverse mode.
 
     Kept for the backward pass: query, key, value, levels, lengths, modifiers, the output and the
@@ -269,10 +264,9 @@ def _differentiable(
     of sinks: the weights and all gradients follow from the log-sum-exp with them. It is kept as
     ``-inf`` where a query sees nothing but a sink.
     """
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    attend = per_device(tables.POOLED, _forward, **static)
+    attend = per_device(tables.POOLED, _forward, options=options)
     differentiate_once = refuse_gradients(
-        per_device(tables.POOLED_GRADIENT, _gradient, **static),
+        per_device(tables.POOLED_GRADIENT, _gradient, options=options),
         "the gradient of pooled_attention",
         because="only first derivatives are supported",
     )
@@ -316,16 +310,9 @@ def _real(x: jax.Array, query_length: jax.Array | None) -> jax.Array:
     return jnp.arange(x.shape[1])[None] < query_length[:, None]
 
 
-def _of_sinks(
-    sinks: jax.Array,
-    query_length: jax.Array | None,
-    out: jax.Array,
-    residual: jax.Array,
-    d_out: jax.Array,
-    d_residual: jax.Array,
-) -> jax.Array:
+def _of_sinks(sinks: jax.Array, x: Backward) -> jax.Array:
     """The sinks' gradient, from the residual as it is kept."""
-    d_out = rows.without_blind(d_out, residual)
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_residual
-    total = jnp.where(residual == -jnp.inf, sinks, residual)
-    return sink_gradient(total, sinks, delta, _real(out, query_length))
+    d_out = rows.without_blind(x.d_out, x.residual)
+    delta = jnp.sum(d_out.astype(jnp.float32) * x.out.astype(jnp.float32), axis=-1) - x.d_residual
+    total = jnp.where(x.residual == -jnp.inf, sinks, x.residual)
+    return sink_gradient(total, sinks, delta, _real(x.out, x.query_length))

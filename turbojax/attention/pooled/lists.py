@@ -42,11 +42,19 @@ class KeyLists(NamedTuple):
     counts: jax.Array
 
 
-def _lengths(length: jax.Array | None, tokens: int) -> jax.Array:
-    """int32 ``[B or 1, 1, 1, 1]``."""
-    if length is None:
-        return jnp.full((1, 1, 1, 1), tokens, jnp.int32)
-    return length[:, None, None, None]
+Lengths = tuple[jax.Array | None, jax.Array | None]
+"""Of queries and keys, int32 ``[B]`` each; None where all tokens are real."""
+
+
+def _ends(lengths: Lengths, tokens: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """Lengths of queries and keys, those of all tokens if not given: ``[B or 1, 1, 1, 1]``."""
+
+    def end(length: jax.Array | None, size: int) -> jax.Array:
+        if length is None:
+            return jnp.full((1, 1, 1, 1), size, jnp.int32)
+        return length[:, None, None, None]
+
+    return end(lengths[0], tokens[0]), end(lengths[1], tokens[1])
 
 
 def _shift(modifiers: ScoreModifiers) -> jax.Array | None:
@@ -83,10 +91,8 @@ def _visible(
 
 def by_query(
     levels: jax.Array,
-    query_tokens: int,
-    key_tokens: int,
-    query_length: jax.Array | None,
-    key_length: jax.Array | None,
+    tokens: tuple[int, int],
+    lengths: Lengths,
     options: PooledOptions,
     modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> QueryLists:
@@ -95,12 +101,11 @@ def by_query(
     For segments `segments.attended` must have changed the levels.
     """
     levels = levels.astype(jnp.int32)
-    lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
-    shift = _shift(modifiers)
+    ends, shift = _ends(lengths, tokens), _shift(modifiers)
     i = jnp.arange(levels.shape[2], dtype=jnp.int32)[None, None, :, None]
     j = jnp.arange(levels.shape[3], dtype=jnp.int32)[None, None, None, :]
-    visible = _visible(levels, levels, *lengths, shift, options)
-    complete = (j + 1) * options.block_kv <= lengths[1]
+    visible = _visible(levels, levels, *ends, shift, options)
+    complete = (j + 1) * options.block_kv <= ends[1]
     if options.is_causal:
         complete &= (j + 1) * options.block_kv - 1 <= _shifted(i * options.block_q, shift)
     kind = jnp.full_like(levels, len(LEVELS))
@@ -108,7 +113,7 @@ def by_query(
         kind = jnp.where(levels == level, number, kind)
     invalid = (kind == len(LEVELS)) & (levels != 0)
     kind = jnp.where(visible, kind, len(LEVELS))
-    order, found = kind, _segments(modifiers, query_length, key_length, options)
+    order, found = kind, _segments(modifiers, lengths, options)
     if found is not None:
         complete &= found.equal()[:, None]
         order = 2 * kind + jnp.where(complete, 0, 1)
@@ -123,22 +128,17 @@ def by_query(
 
 
 def _segments(
-    modifiers: ScoreModifiers,
-    query_length: jax.Array | None,
-    key_length: jax.Array | None,
-    options: PooledOptions,
+    modifiers: ScoreModifiers, lengths: Lengths, options: PooledOptions
 ) -> segments.Segments | None:
-    return segments.of(modifiers, query_length, key_length, options.block_q, options.block_kv)
+    return segments.of(modifiers, *lengths, options.block_q, options.block_kv)
 
 
 def by_key(
     levels: jax.Array,
     level: int,
     rows: int,
-    query_tokens: int,
-    key_tokens: int,
-    query_length: jax.Array | None,
-    key_length: jax.Array | None,
+    tokens: tuple[int, int],
+    lengths: Lengths,
     options: PooledOptions,
     modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> KeyLists:
@@ -148,30 +148,24 @@ def by_key(
     of two that covers at most 16 blocks, as `block_kv` is a power of two. The rest is as in
     `by_query`.
     """
-    lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
-    marks = _segments(modifiers, query_length, key_length, options), _shift(modifiers)
-    levels = levels.astype(jnp.int32)
-    found = _attending(levels, level, rows, key_tokens, lengths, *marks, options)
+    marks = _segments(modifiers, lengths, options), _shift(modifiers)
+    ends, levels = _ends(lengths, tokens), levels.astype(jnp.int32)
+    found = _attending(levels, level, rows, tokens[1], ends, *marks, options)
     return _listed(*found, masked_first=marks[0] is not None)
 
 
 def by_every_key(
     levels: jax.Array,
     rows: int,
-    query_tokens: int,
-    key_tokens: int,
-    query_length: jax.Array | None,
-    key_length: jax.Array | None,
+    tokens: tuple[int, int],
+    lengths: Lengths,
     options: PooledOptions,
     modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> KeyLists:
     """`by_key` of levels 1, 2, 4 and 8, one after the other along the axis of tiles."""
-    lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
-    marks = _segments(modifiers, query_length, key_length, options), _shift(modifiers)
-    levels = levels.astype(jnp.int32)
-    found = [
-        _attending(levels, level, rows, key_tokens, lengths, *marks, options) for level in LEVELS
-    ]
+    marks = _segments(modifiers, lengths, options), _shift(modifiers)
+    ends, levels = _ends(lengths, tokens), levels.astype(jnp.int32)
+    found = [_attending(levels, level, rows, tokens[1], ends, *marks, options) for level in LEVELS]
     bits, masked = (jnp.concatenate(x, axis=2) for x in zip(*found, strict=True))
     return _listed(bits, masked, masked_first=marks[0] is not None)
 

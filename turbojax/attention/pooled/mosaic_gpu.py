@@ -149,7 +149,7 @@ def attention(
     launch = launch or default_launch(query.shape[-1])
     sizes = (query.shape[1], key.shape[1])
     x = _operands(query, key, value, query_length, key_length, options)
-    found = lists.by_query(levels, *sizes, query_length, key_length, options, modifiers)
+    found = lists.by_query(levels, sizes, (query_length, key_length), options, modifiers)
     settings = _settings(options, launch.forward, modifiers)
     arrays = (x.query, x.keys, x.values, *found, x.query_length, x.key_length)
     marks = _marks(modifiers, options, by_key=False)
@@ -162,16 +162,7 @@ def attention(
 
 @functools.partial(jax.jit, static_argnames=("options", "dtype", "launch"))
 def gradient(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    levels: jax.Array,
-    query_length: jax.Array | None,
-    key_length: jax.Array | None,
-    out: jax.Array,
-    residual: jax.Array,
-    d_out: jax.Array,
-    d_residual: jax.Array,
+    arrays: operands.Backward,
     *,
     options: PooledOptions,
     modifiers: ScoreModifiers = NO_MODIFIERS,
@@ -186,6 +177,7 @@ def gradient(
     from pallas_kernels.mosaic.hopper.pooled import key_gradient as pooled_key_gradient
     from pallas_kernels.mosaic.hopper.pooled import query_gradient as pooled_query_gradient
 
+    query, key, value, levels, query_length, key_length, out, residual, d_out, d_residual = arrays
     launch = launch or default_launch(query.shape[-1])
     sizes, head_dim = (query.shape[1], key.shape[1]), query.shape[-1]
     # The kernels load padding, too, and weight it with 0, which does not remove a NaN.
@@ -195,15 +187,15 @@ def gradient(
     padded = -(-sizes[0] // options.block_q) * options.block_q
     d_out, lse, delta = rows.gradient_rows(out, residual, d_out, d_residual, padded)
     queries = (x.query, rows.padded(d_out.astype(query.dtype)), lse, delta)
-    given: tuple[Any, ...] = (query_length, key_length, options, modifiers)
-    found = lists.by_query(levels, *sizes, *given)
+    given: tuple[Any, ...] = (sizes, (query_length, key_length), options, modifiers)
+    found = lists.by_query(levels, *given)
     settings = _settings(options, launch.query_gradient, modifiers)
     marks = _marks(modifiers, options, by_key=False)
     d_query = pooled_query_gradient.query_gradient(
         *queries, x.keys, x.values, *found, x.key_length, settings, marks
     )
     settings = _settings(options, launch.key_gradient, modifiers)
-    listed = lists.by_every_key(levels, _TILE, *sizes, *given)
+    listed = lists.by_every_key(levels, _TILE, *given)
     marks = _marks(modifiers, options, by_key=True)
     by_level = pooled_key_gradient.key_gradient(
         *queries, x.keys, x.values, *listed, x.key_length, settings=settings, marks=marks

@@ -1,5 +1,7 @@
 """What the kernels' adapters do to arrays before and after: plain JAX, one fusion each."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -10,6 +12,24 @@ from turbojax.numerics import rows
 
 MARKS = ("query_offset", "key_offset", "query_segment_ids", "key_value_segment_ids")
 """What the kernels take of `ScoreModifiers`."""
+
+
+class Backward(NamedTuple):
+    """What a backward pass takes, see `turbojax.attention.turbo.operands.Backward`; with levels.
+
+    Lengths are None where all tokens are real.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    levels: jax.Array
+    query_length: jax.Array | None
+    key_length: jax.Array | None
+    out: jax.Array
+    residual: jax.Array
+    d_out: jax.Array
+    d_residual: jax.Array
 
 
 def segments(modifiers: ScoreModifiers) -> tuple[jax.Array, jax.Array] | None:

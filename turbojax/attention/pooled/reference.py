@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from turbojax.attention.pooled.operands import Backward
 from turbojax.attention.pooled.pooling import group_counts, pool, sum_dtype, unpool
 from turbojax.attention.pooled.static import LEVELS, PooledOptions
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
@@ -106,16 +107,7 @@ def attention(
 
 @functools.partial(jax.jit, static_argnames=("options", "dtype"))
 def gradient(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    levels: jax.Array,
-    query_length: jax.Array | None,
-    key_length: jax.Array | None,
-    out: jax.Array,
-    residual: jax.Array,
-    d_out: jax.Array,
-    d_residual: jax.Array,
+    arrays: Backward,
     *,
     options: PooledOptions,
     modifiers: ScoreModifiers = NO_MODIFIERS,
@@ -128,6 +120,7 @@ def gradient(
     handed to the tokens of their groups. Rounding the pooled keys to their dtype counts as the
     identity. Gradients are summed in float32 (float64); padding gets zero.
     """
+    query, key, value, levels, query_length, key_length, out, residual, d_out, d_residual = arrays
     query_length, key_length = _lengths(query, key, query_length, key_length)
     wide = sum_dtype(query.dtype)
     size, kv_heads = key.shape[1:3]

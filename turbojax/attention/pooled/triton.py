@@ -68,7 +68,7 @@ def _launch(rows: int, query: jax.Array) -> dict[str, int]:
     return {"num_warps": num_warps, "num_stages": 2 if query.dtype == jnp.float32 else 3}
 
 
-def _walk_settings(query: jax.Array, options: PooledOptions, queries: int, interpret: bool) -> Any:
+def _walk_settings(query: jax.Array, options: PooledOptions, queries: int) -> Any:
     """Launch of a kernel that walks over lists by query, with this many queries at most."""
     from pallas_kernels.triton._pooled_common import Settings
 
@@ -82,11 +82,11 @@ def _walk_settings(query: jax.Array, options: PooledOptions, queries: int, inter
         tile=tile,
         tile_kv=_fitting(_KEYS, _KEY_BYTES, dtype, head_dim),
         **_launch(tile, query),
-        interpret=interpret,
+        interpret=interpreting(),
     )
 
 
-def _key_settings(query: jax.Array, level: int, options: PooledOptions, interpret: bool) -> Any:
+def _key_settings(query: jax.Array, level: int, options: PooledOptions) -> Any:
     """Launch of the gradients of keys and values of one level."""
     from pallas_kernels.triton.pooled_key_gradient import Settings
 
@@ -102,10 +102,11 @@ def _key_settings(query: jax.Array, level: int, options: PooledOptions, interpre
         scale=options.scale,
         is_causal=options.is_causal,
         **_launch(rows, query),
-        interpret=interpret,
+        interpret=interpreting(),
     )
 
 
+@functools.partial(jax.jit, static_argnames="options")
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -118,51 +119,26 @@ def attention(
     modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention` as a pass of pooling and one kernel."""
-    arrays = (query, key, value, levels, query_length, key_length)
-    return _attention(*arrays, modifiers=modifiers, options=options, interpret=interpreting())
-
-
-@functools.partial(jax.jit, static_argnames=("options", "interpret"))
-def _attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    levels: jax.Array,
-    query_length: jax.Array | None,
-    key_length: jax.Array | None,
-    *,
-    options: PooledOptions,
-    interpret: bool,
-    modifiers: ScoreModifiers = NO_MODIFIERS,
-) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.triton import _pooled_common, pooled_forward
 
     tokens = (query.shape[1], key.shape[1])
     lengths = _lengths(query, key, query_length, key_length)
-    given: tuple[Any, ...] = (query_length, key_length, options, modifiers)
+    given: tuple[Any, ...] = (tokens, (query_length, key_length), options, modifiers)
     return pooled_forward.forward(
         query,
-        _side(key, lengths[1], interpret),
-        _side(value, lengths[1], interpret),
-        _pooled_common.Lists(*lists.by_query(levels, *tokens, *given)),
+        _side(key, lengths[1]),
+        _side(value, lengths[1]),
+        _pooled_common.Lists(*lists.by_query(levels, *given)),
         *lengths,
-        _walk_settings(query, options, _FORWARD_QUERIES, interpret),
+        _walk_settings(query, options, _FORWARD_QUERIES),
         _marks(modifiers),
         options.dtype_of_output(query),
     )
 
 
+@functools.partial(jax.jit, static_argnames=("options", "dtype"))
 def gradient(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    levels: jax.Array,
-    query_length: jax.Array | None,
-    key_length: jax.Array | None,
-    out: jax.Array,
-    residual: jax.Array,
-    d_out: jax.Array,
-    d_residual: jax.Array,
+    arrays: operands.Backward,
     *,
     options: PooledOptions,
     modifiers: ScoreModifiers = NO_MODIFIERS,
@@ -172,52 +148,29 @@ def gradient(
 
     The queries' gradients are rounded to their own dtype, whatever the `dtype`.
     """
-    arrays = (query, key, value, levels, query_length, key_length)
-    cotangents = (out, residual, d_out, d_residual)
-    static: dict[str, Any] = {"options": options, "dtype": dtype, "interpret": interpreting()}
-    return _gradient(*arrays, *cotangents, modifiers=modifiers, **static)
-
-
-@functools.partial(jax.jit, static_argnames=("options", "dtype", "interpret"))
-def _gradient(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    levels: jax.Array,
-    query_length: jax.Array | None,
-    key_length: jax.Array | None,
-    out: jax.Array,
-    residual: jax.Array,
-    d_out: jax.Array,
-    d_residual: jax.Array,
-    *,
-    options: PooledOptions,
-    interpret: bool,
-    modifiers: ScoreModifiers = NO_MODIFIERS,
-    dtype: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
     from pallas_kernels.triton import _pooled_common, pooled_key_gradient, pooled_query_gradient
 
+    query, key, value, levels, query_length, key_length, out, residual, d_out, d_residual = arrays
     tokens = (query.shape[1], key.shape[1])
     lengths = _lengths(query, key, query_length, key_length)
-    k, v = (_side(x, lengths[1], interpret) for x in (key, value))
+    k, v = (_side(x, lengths[1]) for x in (key, value))
     d_out, *row_numbers = rows.gradient_rows(out, residual, d_out, d_residual, query.shape[1])
     queries = _pooled_common.Queries(query, d_out.astype(query.dtype), *row_numbers)
-    given: tuple[Any, ...] = (query_length, key_length, options, modifiers)
+    given: tuple[Any, ...] = (tokens, (query_length, key_length), options, modifiers)
     marks = _marks(modifiers)
     d_query = pooled_query_gradient.query_gradient(
         queries,
         k,
         v,
-        _pooled_common.Lists(*lists.by_query(levels, *tokens, *given)),
+        _pooled_common.Lists(*lists.by_query(levels, *given)),
         *lengths,
-        _walk_settings(query, options, _GRADIENT_QUERIES, interpret),
+        _walk_settings(query, options, _GRADIENT_QUERIES),
         marks,
     )
     by_level = []
     for level in LEVELS:
-        settings = _key_settings(query, level, options, interpret)
-        found = lists.by_key(levels, level, settings.rows, *tokens, *given)
+        settings = _key_settings(query, level, options)
+        found = lists.by_key(levels, level, settings.rows, *given)
         entries = pooled_key_gradient.Lists(*found)
         by_level.append(
             pooled_key_gradient.key_gradient(queries, k, v, entries, *lengths, settings, marks)
@@ -248,9 +201,9 @@ def _marks(modifiers: ScoreModifiers) -> Any:
     return Marks(queries, keys, () if shift is None else (shift,))
 
 
-def _side(x: jax.Array, key_length: jax.Array, interpret: bool) -> Any:
+def _side(x: jax.Array, key_length: jax.Array) -> Any:
     """Keys or values as the kernels take them."""
     from pallas_kernels.triton import _pooled_common, pooled_pool
 
-    pooled = pooled_pool.pool_together(x, key_length, interpret=interpret)
+    pooled = pooled_pool.pool_together(x, key_length, interpret=interpreting())
     return _pooled_common.Side(x, pooled)

@@ -135,6 +135,8 @@ def turbo_attention(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
         output_dtype=output_dtype,
+        implementation=implementation,
+        residual=return_residual,
     )
     modifiers = given.complete(
         query,
@@ -157,8 +159,6 @@ def turbo_attention(
         config=config,
         options=options,
         modifiers=modifiers,
-        implementation=implementation,
-        residual=return_residual,
     )
     if residual is None:
         return out
@@ -175,8 +175,6 @@ def attend(
     config: TurboConfig,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
-    residual: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`turbo_attention` of checked queries, keys and values; the log-sum-exp where it is wanted.
 
@@ -189,15 +187,15 @@ def attend(
         config=config,
         options=options,
         modifiers=modifiers,
-        implementation=implementation,
     )
     is_ragged = query_lengths is not None or key_lengths is not None
     is_plain = not modifiers.given and options.out_dtype is None and key.shape == value.shape
-    may_be_exact = implementation is None and not residual and not is_ragged and is_plain
+    is_free = options.implementation is None and not options.residual
+    may_be_exact = is_free and not is_ragged and is_plain
     if may_be_exact and unrounded.is_faster(query, key, config, options):
         return unrounded.attend(lambda *x: run(*x)[0], query, key, value, options), None
     out, total = run(query, key, value)
-    return out, total if residual else None
+    return out, total if options.residual else None
 
 
 def _attend_rounded(
@@ -210,16 +208,13 @@ def _attend_rounded(
     config: TurboConfig,
     options: Options,
     modifiers: ScoreModifiers,
-    implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`attend` with a gradient straight through the rounding."""
     is_ragged = query_lengths is not None or key_lengths is not None
     batch, size = key.shape[:2]
     keys = _checks.check_lengths("key_value_seq_lengths", key_lengths, batch, size)
     queries = _checks.check_lengths("query_seq_lengths", query_lengths, batch, query.shape[1])
-    static: dict[str, Any] = {"config": config, "options": options}
-    static["implementation"] = implementation
-    call = straight_through(_rounded, **static, is_ragged=is_ragged)
+    call = straight_through(_rounded, config=config, options=options, is_ragged=is_ragged)
     queries, keys = jnp.clip(queries, 0, query.shape[1]), jnp.clip(keys, 0, size)
     return call(*together(query, key, value, queries, keys, modifiers))
 
@@ -232,11 +227,11 @@ def _rounded(
     key_lengths: jax.Array,
     modifiers: ScoreModifiers,
     *,
-    implementation: str | None,
-    **static: Any,
+    config: TurboConfig,
+    options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`_attend_rounded` by the implementation for these arrays."""
-    static["modifiers"] = modifiers
-    chosen = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
+    static: dict[str, Any] = {"config": config, "options": options, "modifiers": modifiers}
+    chosen = ATTENTION.select(options.implementation, query=query, key=key, value=value, **static)
     out, residual = chosen.run(query, key, value, query_lengths, key_lengths, **static)
     return out, residual

@@ -13,6 +13,7 @@ from turbojax.attention.options import Options
 from turbojax.attention.score_modifiers import ScoreModifiers
 from turbojax.attention.sinks import sees_only_sink, sink_gradient
 from turbojax.attention.turbo import gradient_reference, mosaic_gradient
+from turbojax.attention.turbo.operands import Backward
 from turbojax.numerics.config import TurboConfig
 from turbojax.remat import named_results
 from turbojax.sharding import tables
@@ -32,7 +33,6 @@ def straight_through(
     *,
     config: TurboConfig,
     options: Options,
-    implementation: str | None = None,
     is_ragged: bool = True,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Binds the options of `run` and makes it differentiable in reverse mode.
@@ -46,7 +46,6 @@ def straight_through(
     NotImplementedError, forward mode (`jvp`) raises jax's TypeError about `custom_vjp`.
     """
     static: dict[str, Any] = {"config": config, "options": options}
-    static["implementation"] = implementation
     differentiate_once = refuse_gradients(
         per_device(tables.TURBO_GRADIENT, _gradient, **static, is_ragged=is_ragged),
         "the gradient of turbo_attention",
@@ -75,43 +74,29 @@ def straight_through(
 
 
 def _gradient(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    query_length: jax.Array,
-    key_length: jax.Array,
-    modifiers: ScoreModifiers,
-    *results: jax.Array,
+    *saved: Any,
     config: TurboConfig,
     options: Options,
-    implementation: str | None,
     is_ragged: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, ScoreModifiers]:
     """The backward pass, from what was kept and the cotangents."""
+    *operands, modifiers = saved[:6]
+    arrays = Backward(*operands, *saved[6:])
     static: dict[str, Any] = {"config": config, "options": options, "modifiers": modifiers}
-    name = GRADIENT.beside(implementation)
-    chosen = GRADIENT.select(name, query=query, key=key, value=value, **static)
-    lengths = query_length, key_length
-    *gradients, d_modifiers = chosen.run(
-        query, key, value, *lengths, *results, **static, is_ragged=is_ragged
-    )
+    name = GRADIENT.beside(options.implementation)
+    given = {"query": arrays.query, "key": arrays.key, "value": arrays.value}
+    run = GRADIENT.select(name, **given, **static).run
+    *gradients, d_modifiers = run(arrays, **static, is_ragged=is_ragged)
     if modifiers.sinks is not None:
-        sinks = _of_sinks(modifiers.sinks, query_length, *results)
+        sinks = _of_sinks(modifiers.sinks, arrays)
         d_modifiers = dataclasses.replace(d_modifiers, sinks=sinks)
     d_query, d_key, d_value = gradients
     return d_query, d_key, d_value, d_modifiers
 
 
-def _of_sinks(
-    sinks: jax.Array,
-    query_length: jax.Array,
-    out: jax.Array,
-    residual: jax.Array,
-    d_out: jax.Array,
-    d_residual: jax.Array,
-) -> jax.Array:
+def _of_sinks(sinks: jax.Array, x: Backward) -> jax.Array:
     """The sinks' gradient, so that implementations need not know sinks."""
-    real = jnp.arange(out.shape[1])[None] < query_length[:, None]
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    delta = jnp.where(sees_only_sink(out, residual, sinks), 0, delta) - d_residual
-    return sink_gradient(residual, sinks, delta, real)
+    real = jnp.arange(x.out.shape[1])[None] < x.query_length[:, None]
+    delta = jnp.sum(x.d_out.astype(jnp.float32) * x.out.astype(jnp.float32), axis=-1)
+    delta = jnp.where(sees_only_sink(x.out, x.residual, sinks), 0, delta) - x.d_residual
+    return sink_gradient(x.residual, sinks, delta, real)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from turbojax.attention.options import Options
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.sinks import sees_only_sink
-from turbojax.attention.turbo.operands import blocks
+from turbojax.attention.turbo.operands import Backward, blocks
 from turbojax.attention.turbo.reference import in_groups, visible_pairs
 from turbojax.numerics import rounding
 from turbojax.numerics.config import Mode, TurboConfig
@@ -23,15 +23,7 @@ _Arrays = tuple[jax.Array, ...]
 
 @functools.partial(jax.jit, static_argnames=("config", "options", "is_ragged", "dtype"))
 def gradient(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    query_length: jax.Array,
-    key_length: jax.Array,
-    out: jax.Array,
-    residual: jax.Array,
-    d_out: jax.Array,
-    d_residual: jax.Array,
+    arrays: Backward,
     *,
     config: TurboConfig,
     options: Options,
@@ -52,13 +44,13 @@ def gradient(
     Query blocks run one after the other and walk over the key blocks that they can see. Memory
     grows with ``T + S``.
 
-    Shapes are those of the forward pass: `out` and `d_out` are ``[B, T, N, Hv]``, `residual` and
-    `d_residual` float32 ``[B, T, N]``. Tokens at or past their length get zero gradients. `dtype`
-    is that of the gradients of query, key and value, which are summed in float32; None for their
-    own. `is_ragged` is not used here. Also returns the modifiers' gradients, except those of sinks,
-    which `turbojax.attention.sinks` computes.
+    Tokens at or past their length get zero gradients. `dtype` is that of the gradients of query,
+    key and value, which are summed in float32; None for their own. `is_ragged` is not used here.
+    Also returns the modifiers' gradients, except those of sinks, which `turbojax.attention.sinks`
+    computes.
     """
     del is_ragged
+    query, key, value, query_length, key_length, out, residual, d_out, d_residual = arrays
     batch, length, heads, channels = query.shape
     size, kv_heads = key.shape[1:3]
     block_q, block_kv = min(_BLOCK, length), min(_BLOCK, size)
@@ -92,7 +84,7 @@ def gradient(
     rounded_v = key_blocks(_rounded_values(value, key_length, config))
     k = key_blocks(key)
     shift = modifiers.shift()
-    inputs = (query, key, value, query_length, key_length, residual, d_out, d_residual, modifiers)
+    inputs = (arrays, modifiers)
 
     def one_query_block(sums: _Arrays, operands: _Arrays) -> tuple[_Arrays, tuple[Any, ...]]:
         number, rounded_q, q, rounded_d, d_o, lse, delta = operands

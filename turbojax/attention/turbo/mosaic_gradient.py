@@ -15,6 +15,7 @@ from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.sinks import sees_only_sink
 from turbojax.attention.turbo import gradient_reference
 from turbojax.attention.turbo.operands import (
+    Backward,
     bias_of_hopper,
     hopper_refusal,
     prepare_rows,
@@ -74,15 +75,7 @@ def unsupported(
 
 @functools.partial(jax.jit, static_argnames=("config", "options", "is_ragged", "dtype", "launch"))
 def gradient(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    query_length: jax.Array,
-    key_length: jax.Array,
-    out: jax.Array,
-    residual: jax.Array,
-    d_out: jax.Array,
-    d_residual: jax.Array,
+    arrays: Backward,
     *,
     config: TurboConfig,
     options: Options,
@@ -101,10 +94,10 @@ def gradient(
     """
     from pallas_kernels.mosaic.hopper.gradient import keys, queries, tiles
 
+    query, key, value, query_length, key_length, out, residual, d_out, d_residual = arrays
     (_, tokens, _, head_dim), size = query.shape, key.shape[1]
     padded = -(-tokens // _TILE) * _TILE
     of_values = value.shape[3]
-    given = (query, key, value, query_length, key_length, out, residual, d_out, d_residual)
     value, out, d_out = (rows.pad_axis(x, 3, head_dim) for x in (value, out, d_out))
     # A window may end before the last query, where there are fewer keys.
     may_hide = is_ragged or set(modifiers.given) - {"sinks"}
@@ -157,7 +150,7 @@ def gradient(
     if modifiers.alibi_slopes is None:
         return d_q, d_k, d_v, ScoreModifiers(bias=d_bias)
     *_, of_modifiers = gradient_reference.gradient(
-        *given, config=config, options=options, modifiers=modifiers
+        arrays, config=config, options=options, modifiers=modifiers
     )
     return d_q, d_k, d_v, ScoreModifiers(alibi_slopes=of_modifiers.alibi_slopes, bias=d_bias)
 

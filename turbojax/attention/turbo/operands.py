@@ -37,6 +37,32 @@ _LARGEST_BLOCK = 256
 _MOST_BLOCKS = 2**16 - 1
 
 
+class Backward(NamedTuple):
+    """What a backward pass takes: operands and results of the forward pass, and their cotangents.
+
+    Attributes:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, Hv]``.
+      query_length: int32 ``[B]``; queries at or past it are padding.
+      key_length: the same of keys and values.
+      out: ``[B, T, N, Hv]``.
+      residual: the log-sum-exp, float32 ``[B, T, N]``.
+      d_out: as `out`.
+      d_residual: as `residual`.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    query_length: jax.Array
+    key_length: jax.Array
+    out: jax.Array
+    residual: jax.Array
+    d_out: jax.Array
+    d_residual: jax.Array
+
+
 class Operands(NamedTuple):
     """Quantized queries, keys and values, padded to whole blocks.
 

@@ -63,6 +63,7 @@ def _tile_bytes(config: TurboConfig, head_dim: int, bytes_each: int) -> int:
     return config.block_kv * (1 << (head_dim - 1).bit_length()) * bytes_each
 
 
+@functools.partial(jax.jit, static_argnames=("config", "options"))
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -76,34 +77,6 @@ def attention(
     stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention` as one kernel; stage 1 runs in XLA unless `stage1` is given."""
-    return _attention(
-        query,
-        key,
-        value,
-        query_length,
-        key_length,
-        stage1,
-        config=config,
-        options=options,
-        modifiers=modifiers,
-        interpret=interpreting(),
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("config", "options", "interpret"))
-def _attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    query_length: jax.Array,
-    key_length: jax.Array,
-    stage1: Stage1 | None = None,
-    *,
-    config: TurboConfig,
-    options: Options,
-    modifiers: ScoreModifiers = NO_MODIFIERS,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
     operands = quantize_operands(query, key, value, query_length, key_length, config, stage1)
     return attend_operands(
         operands,
@@ -114,7 +87,6 @@ def _attention(
         config=config,
         options=options,
         modifiers=modifiers,
-        interpret=interpret,
     )
 
 
@@ -128,7 +100,6 @@ def attend_operands(
     config: TurboConfig,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the prefill kernel; see `pallas_kernels.triton.attention.attention`."""
     from pallas_kernels.triton import attention as kernel
@@ -151,7 +122,7 @@ def attend_operands(
         tile=tile,
         num_warps=num_warps,
         num_stages=num_stages,
-        interpret=interpret,
+        interpret=interpreting(),
     )
     ranges = None
     if modifiers.query_segment_ids is not None and modifiers.key_value_segment_ids is not None:

@@ -47,13 +47,12 @@ class Dequantized(Kind[C]):
         *,
         options: Options,
         modifiers: ScoreModifiers = NO_MODIFIERS,
-        implementation: Any = None,
-        residual: bool = False,
     ) -> tuple[Attended, C]:
         """See `Kind.prefill`; it gives no log-sum-exp."""
-        api.refuse_residual(residual)
-        static: dict[str, Any] = {"options": options, "implementation": implementation}
-        out = exact_attention.attend(query, key, value, lengths, modifiers=modifiers, **static)
+        api.refuse_residual(options)
+        out = exact_attention.attend(
+            query, key, value, lengths, options=options, modifiers=modifiers
+        )
         if lengths is None:
             lengths = jnp.full(key.shape[:1], key.shape[1], jnp.int32)
         return (out, None), self.store_prompt(cache, key, value, lengths)
@@ -66,8 +65,6 @@ class Dequantized(Kind[C]):
         *,
         options: Options,
         modifiers: ScoreModifiers = NO_MODIFIERS,
-        implementation: Any = None,
-        residual: bool = False,
     ) -> Attended:
         """See `Kind.decode`."""
         key, value = self.dequantize(cache)
@@ -78,8 +75,6 @@ class Dequantized(Kind[C]):
             query_lengths,
             options=options,
             modifiers=modifiers,
-            implementation=implementation,
-            residual=residual,
         )
 
 

@@ -1,5 +1,6 @@
 """`attention` and `decode` of exact keys and values: arguments, checks, XLA, cuDNN or a kernel."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -70,10 +71,9 @@ def attention(
         is_causal=True,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
+        implementation=implementation,
     )
-    modifiers = given.of_layer(query, sinks)
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    return attend(query, key, value, modifiers=modifiers, **static)
+    return attend(query, key, value, options=options, modifiers=given.of_layer(query, sinks))
 
 
 def attend(
@@ -84,7 +84,6 @@ def attend(
     *,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
 ) -> jax.Array:
     """`attention` of `Options`, causal ones.
 
@@ -96,8 +95,7 @@ def attend(
     if lengths is not None:  # a masked NaN would still be 0 times NaN
         lengths = _checks.check_lengths("key_value_seq_lengths", lengths, *key.shape[:2])
         key, value = (rows.without_padding(x, lengths) for x in (key, value))
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    run = per_device_explicit(tables.EXACT, _attend, **static)
+    run = per_device_explicit(tables.EXACT, _attend, options=options)
     out: jax.Array = run(query, key, value, modifiers)
     return out
 
@@ -109,20 +107,14 @@ def _attend(
     modifiers: ScoreModifiers,
     *,
     options: Options,
-    implementation: str | None,
 ) -> jax.Array:
     """`attention` by the implementation for these arrays."""
-    chosen = _choose(implementation, query, key, options, modifiers)
+    chosen = _choose(query, key, options, modifiers)
     if options.logits_soft_cap is not None or options.out_dtype is not None or modifiers.given:
-        name = "xla" if implementation == "xla" else None
+        name = "xla" if options.implementation == "xla" else None
+        options = dataclasses.replace(options, implementation=name)
         out, _ = turbo_attention.attend(
-            query,
-            key,
-            value,
-            config=_FLOAT,
-            options=options,
-            modifiers=modifiers,
-            implementation=name,
+            query, key, value, config=_FLOAT, options=options, modifiers=modifiers
         )
         return out
     return cudnn.attend(query, key, value, options=options, implementation=chosen)
@@ -137,19 +129,16 @@ def prefill(
     *,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
-    residual: bool = False,
 ) -> tuple[Attended, ExactCache]:
     """See `turbojax.caches.base.Kind.prefill`; it gives no log-sum-exp."""
-    refuse_residual(residual)
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    out = attend(query, key, value, lengths, modifiers=modifiers, **static)
+    refuse_residual(options)
+    out = attend(query, key, value, lengths, options=options, modifiers=modifiers)
     return (out, None), append(cache, key, value, lengths=lengths)
 
 
-def refuse_residual(residual: bool) -> None:
+def refuse_residual(options: Options) -> None:
     """Raises NotImplementedError where exact attention is asked for a prompt's log-sum-exp."""
-    if residual:
+    if options.residual:
         raise NotImplementedError(
             "return_residual=True must be False: exact attention within prompts has no log-sum-exp"
         )
@@ -162,8 +151,6 @@ def decode(
     *,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
-    residual: bool = False,
 ) -> Attended:
     """See `turbojax.caches.base.Kind.decode`; the log-sum-exp is there where it is wanted.
 
@@ -172,17 +159,20 @@ def decode(
     """
     require_causal(options)
     _check_newest(query, cache)
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    gives_part = residual or bool(modifiers.given) or options.out_dtype is not None
+    is_plain = not options.residual and not modifiers.given and options.out_dtype is None
+    gives_part = query_lengths is not None or not is_plain
+    static: dict[str, Any] = {"options": options, "gives_part": gives_part}
+    run = per_device_explicit(tables.EXACT_DECODE, _decode, **static)
     if query_lengths is None:
-        return _decode_any(query, cache, modifiers, gives_part=gives_part, **static)
+        out, lse = run(query, cache, modifiers)
+        return out, lse
     tokens = query.shape[1]
     real = _checks.check_lengths("query_seq_lengths", query_lengths, query.shape[0], tokens)
     real = jnp.clip(real, 0, tokens)
     moves = tokens > 1 and modifiers.query_offset is None
     if moves:  # the implementations know no padding: real queries go to the end
         query = _moved(query, real - tokens)
-    found = _decode_any(query, cache, modifiers, gives_part=True, **static)
+    found = run(query, cache, modifiers)
     out, lse = (_moved(x, tokens - real) for x in found) if moves else found
     is_real = jnp.arange(tokens)[None] < real[:, None]
     out = jnp.where(is_real[..., None, None], out, 0)
@@ -207,59 +197,38 @@ def _check_newest(query: jax.Array, cache: ExactCache) -> None:
     _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
 
 
-def _decode_any(
-    query: jax.Array, cache: ExactCache, modifiers: ScoreModifiers, **static: Any
-) -> tuple[jax.Array, Any]:
-    """`decode` of checked arguments; a log-sum-exp only where a part is wanted."""
-    out, residual = per_device_explicit(tables.EXACT_DECODE, _decode_here, **static)(
-        query, cache, modifiers
-    )
-    return out, residual
-
-
-def _decode_here(
+def _decode(
     query: jax.Array,
     cache: ExactCache,
     modifiers: ScoreModifiers,
     *,
+    options: Options,
     gives_part: bool,
-    **static: Any,
 ) -> tuple[jax.Array, Any]:
-    if gives_part:
-        return _decode_part(query, cache, modifiers=modifiers, **static)
-    return _decode(query, cache, **static), None
-
-
-def _decode(
-    query: jax.Array, cache: ExactCache, *, options: Options, implementation: str | None
-) -> jax.Array:
-    """`decode` of checked arguments, where only an output in the query's dtype is wanted."""
+    """`decode` of checked arguments; a log-sum-exp only where a part is wanted."""
     rolling_buffer.check_visible(cache, options.window, query.shape[1])
-    chosen = _choose_decode(implementation, query, cache, options)
-    if chosen == "cudnn":
-        return cudnn.dot_product_attention(
-            query,
-            cache.key,
-            cache.value,
-            scale=options.scale,
-            key_value_seq_lengths=cache.lengths,
-            implementation="cudnn",
-        )
+    if gives_part:
+        return _decode_part(query, cache, options=options, modifiers=modifiers)
+    chosen = _choose_decode(query, cache, options)
     if chosen == "mosaic_gpu":
-        return _by_kernel(options, *together(query, cache))
-    return _by_xla(query, cache, options=options)
+        return _by_kernel(options, *together(query, cache)), None
+    if chosen == "xla":
+        return _by_xla(query, cache, options=options), None
+    out = cudnn.dot_product_attention(
+        query,
+        cache.key,
+        cache.value,
+        scale=options.scale,
+        key_value_seq_lengths=cache.lengths,
+        implementation="cudnn",
+    )
+    return out, None
 
 
 def _decode_part(
-    query: jax.Array,
-    cache: ExactCache,
-    *,
-    options: Options,
-    modifiers: ScoreModifiers,
-    implementation: str | None,
+    query: jax.Array, cache: ExactCache, *, options: Options, modifiers: ScoreModifiers
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` of checked arguments with every option, and the log-sum-exp."""
-    rolling_buffer.check_visible(cache, options.window, query.shape[1])
     new_tokens.check_whole(cache, modifiers)
     if modifiers.query_offset is not None:
         real = jnp.full(query.shape[0], query.shape[1], jnp.int32)
@@ -267,9 +236,7 @@ def _decode_part(
         cache = new_tokens.shortened(cache, lengths)
 
     def run(modifiers: ScoreModifiers, options: Options) -> tuple[jax.Array, jax.Array]:
-        chosen = _choose_decode(
-            implementation, query, cache, options, modifiers=modifiers, gives_part=True
-        )
+        chosen = _choose_decode(query, cache, options, modifiers=modifiers, gives_part=True)
         if chosen == "mosaic_gpu":
             return _part_by_kernel(options, *together(query, cache))
         return _part_by_xla(query, cache, modifiers, options=options)
@@ -353,7 +320,6 @@ _part_by_kernel = _with_gradient(tables.EXACT_KERNEL_PART, mosaic_gpu.attend, _p
 
 
 def _choose_decode(
-    implementation: str | None,
     query: jax.Array,
     cache: ExactCache,
     options: Options,
@@ -365,6 +331,7 @@ def _choose_decode(
 
     `gives_part`: more is wanted than an output in the query's dtype. Sinks are not in `modifiers`.
     """
+    implementation = options.implementation
     _check_name(implementation)
     refusals = {
         "cudnn": lambda: (
@@ -399,13 +366,10 @@ def _check_name(implementation: str | None) -> None:
 
 
 def _choose(
-    implementation: str | None,
-    query: jax.Array,
-    key: jax.Array,
-    options: Options,
-    modifiers: ScoreModifiers,
+    query: jax.Array, key: jax.Array, options: Options, modifiers: ScoreModifiers
 ) -> Literal["xla", "cudnn"]:
     """The name of what attends within prompts."""
+    implementation = options.implementation
     _check_name(implementation)
     if implementation == "xla":
         return "xla"

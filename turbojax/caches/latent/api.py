@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
-from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.attention.options import Options, require_causal
@@ -143,11 +142,10 @@ def latent_attention(
         query_rope,
         cache,
         query_seq_lengths,
-        options=_options(scale, local_window_size, output_dtype),
+        options=_options(scale, local_window_size, output_dtype, implementation),
         modifiers=of_cache(
             query_latent, sinks=sinks, query_offset=query_offset, key_offset=key_offset
         ),
-        implementation=implementation,
     )
     return (out, residual) if return_residual else out
 
@@ -160,7 +158,6 @@ def attend(
     *,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`latent_attention` of `Options`: causal, without a cap; gives the log-sum-exp too."""
     checks.check_kind(cache, LatentCache)
@@ -168,7 +165,7 @@ def attend(
         raise ValueError(
             f"{query_latent.shape=} must have {cache.batch_size} sequences, as the cache has"
         )
-    run = per_device(tables.LATENT, _attend, options=options, implementation=implementation)
+    run = per_device(tables.LATENT, _attend, options=options)
     out, residual = run(query_latent, query_rope, cache, query_lengths, modifiers)
     return out, residual
 
@@ -181,13 +178,11 @@ def _attend(
     modifiers: ScoreModifiers,
     *,
     options: Options,
-    implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`attend` to a cache, or a device's part of it, seen as pages."""
     pages, block_tables = as_pages(cache)
     arrays = (query_latent, query_rope, pages, block_tables, cache.lengths, query_lengths)
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    return attend_pages(*arrays, modifiers=modifiers, **static)
+    return attend_pages(*arrays, options=options, modifiers=modifiers)
 
 
 def paged_latent_attention(
@@ -247,11 +242,10 @@ def paged_latent_attention(
         block_tables,
         lengths,
         query_seq_lengths,
-        options=_options(scale, local_window_size, output_dtype),
+        options=_options(scale, local_window_size, output_dtype, implementation),
         modifiers=of_cache(
             query_latent, sinks=sinks, query_offset=query_offset, key_offset=key_offset
         ),
-        implementation=implementation,
     )
     return (out, residual) if return_residual else out
 
@@ -266,7 +260,6 @@ def attend_pages(
     *,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_latent_attention` of `Options`: causal, without a cap; gives the log-sum-exp too."""
     require_causal(options)
@@ -281,9 +274,7 @@ def attend_pages(
     if _checks.is_concrete(block_tables, lengths):
         first = _first_seen(lengths, query_lengths, tokens, options, modifiers)
         page_checks.check_readable(cache, block_tables, lengths, first)
-    run = per_device(
-        tables.PAGED_LATENT, _attend_pages, options=options, implementation=implementation
-    )
+    run = per_device(tables.PAGED_LATENT, _attend_pages, options=options)
     arrays = (query_latent, query_rope, cache, block_tables, lengths, query_lengths, modifiers)
     out, residual = run(*arrays)
     return out, residual
@@ -299,13 +290,12 @@ def _attend_pages(
     modifiers: ScoreModifiers,
     *,
     options: Options,
-    implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`attend_pages` by the implementation for these arrays."""
     queries = query_latent, query_rope
     static: dict[str, Any] = {"options": options, "modifiers": modifiers}
-    chosen = select(implementation, *queries, cache, block_tables, **static)
-    run = functools.partial(_run, attend=chosen.run, interpret=interpreting())
+    chosen = select(*queries, cache, block_tables, **static)
+    run = functools.partial(_run, attend=chosen.run)
     call = refuse_gradients(run, "latent_attention", options=options)
     arrays = (query_latent, query_rope, cache, block_tables, lengths, query_lengths, modifiers)
     out, residual = call(*together(*arrays))
@@ -313,7 +303,6 @@ def _attend_pages(
 
 
 def select(
-    implementation: str | None,
     query_latent: jax.Array | jax.ShapeDtypeStruct,
     query_rope: jax.Array | jax.ShapeDtypeStruct,
     cache: LatentPages,
@@ -324,7 +313,7 @@ def select(
 ) -> Implementation:
     """The implementation for a call with these arguments; only shapes and dtypes are used."""
     return LATENT.select(
-        implementation,
+        options.implementation,
         query_latent=query_latent,
         query_rope=query_rope,
         cache=cache,
@@ -335,12 +324,16 @@ def select(
 
 
 def _options(
-    scale: float, local_window_size: int | tuple[int, int] | None, output_dtype: Any
+    scale: float,
+    local_window_size: int | tuple[int, int] | None,
+    output_dtype: Any,
+    implementation: str | None,
 ) -> Options:
     if scale is None:
         raise TypeError("scale is None, must be a number: the expanded form's")
     window: Any = local_window_size  # brought into one form by `Options`
-    return Options(is_causal=True, scale=scale, window=window, out_dtype=output_dtype)
+    given: dict[str, Any] = {"out_dtype": output_dtype, "implementation": implementation}
+    return Options(is_causal=True, scale=scale, window=window, **given)
 
 
 def _first_seen(
@@ -371,7 +364,7 @@ def _check_queries(cache: LatentPages, query_latent: jax.Array, query_rope: jax.
         raise ValueError(f"{query_latent.shape=} and {query_rope.shape=} must have the same BTN")
 
 
-@functools.partial(jax.jit, static_argnames=("attend", "interpret", "options"))
+@functools.partial(jax.jit, static_argnames=("attend", "options"))
 def _run(
     query_latent: jax.Array,
     query_rope: jax.Array,
@@ -382,14 +375,9 @@ def _run(
     modifiers: ScoreModifiers,
     *,
     attend: Callable[..., tuple[jax.Array, jax.Array]],
-    interpret: bool,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs an implementation; a sequence that cannot be read has the length -1.
-
-    `interpret` is an argument so that what was traced for the interpreter is not reused without it.
-    """
-    del interpret
+    """Runs an implementation; a sequence that cannot be read has the length -1."""
     tokens, dtype = query_latent.shape[1], options.dtype_of_output(query_latent)
     first = _first_seen(lengths, query_lengths, tokens, options, modifiers)
     ok = page_checks.readable(cache, block_tables, lengths, first)

@@ -160,13 +160,10 @@ class Latent(Kind[LatentCache]):
         *,
         options: Options,
         modifiers: ScoreModifiers = NO_MODIFIERS,
-        implementation: Any = None,
-        residual: bool = False,
     ) -> tuple[Attended, LatentCache]:
         """See `Kind.prefill`; it gives no log-sum-exp."""
         cache = self.append(cache, key, value, lengths=lengths)
-        given: Any = {"options": options, "modifiers": modifiers, "implementation": implementation}
-        return self.decode(query, cache, lengths, residual=residual, **given), cache
+        return self.decode(query, cache, lengths, options=options, modifiers=modifiers), cache
 
     def decode(
         self,
@@ -176,14 +173,12 @@ class Latent(Kind[LatentCache]):
         *,
         options: Options,
         modifiers: ScoreModifiers = NO_MODIFIERS,
-        implementation: Any = None,
-        residual: bool = False,
     ) -> Attended:
         """See `Kind.decode`; it gives no log-sum-exp."""
-        if modifiers.given or residual:
+        if modifiers.given or options.residual:
             what = ", ".join(modifiers.given) or "return_residual"
             raise NotImplementedError(f"a cache of latents cannot attend with {what}")
-        return attend_cache(query, cache, query_lengths, options, implementation), None
+        return attend_cache(query, cache, query_lengths, options), None
 
     def why_nan(self, cache: LatentCache) -> str | None:
         """See `Kind.why_nan`."""
@@ -234,7 +229,6 @@ def attend_cache(
     cache: LatentCache,
     query_lengths: jax.Array | None,
     options: Options,
-    implementation: Any,
 ) -> jax.Array:
     """Attention of the newest tokens' queries to all that is held; many are taken in chunks.
 
@@ -248,7 +242,7 @@ def attend_cache(
     def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> jax.Array:
         parts = split_query(queries, cache.latent_dim)
         out, _ = latent_attention.attend_pages(
-            *parts, pages, tables, lengths, real, options=options, implementation=implementation
+            *parts, pages, tables, lengths, real, options=options
         )
         return out
 

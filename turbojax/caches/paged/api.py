@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks, polar
-from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.attention import score_modifiers as given
@@ -159,6 +158,7 @@ def paged_attention(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
         output_dtype=output_dtype,
+        implementation=implementation,
     )
     modifiers = given.of_cache(query, sinks=sinks, query_offset=query_offset, key_offset=key_offset)
     out, residual = attend(
@@ -169,7 +169,6 @@ def paged_attention(
         query_seq_lengths,
         options=options,
         modifiers=modifiers,
-        implementation=implementation,
     )
     return (out, residual) if return_residual else out
 
@@ -183,7 +182,6 @@ def attend(
     *,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` of `Options`, causal ones; gives the log-sum-exp too."""
     require_causal(options)
@@ -197,7 +195,7 @@ def attend(
     if _checks.is_concrete(block_tables, lengths):
         first = _first_seen(query, lengths, query_lengths, modifiers, options)
         page_checks.check_readable(cache, block_tables, lengths, first)
-    run = per_device(tables.PAGED, _attend, options=options, implementation=implementation)
+    run = per_device(tables.PAGED, _attend, options=options)
     arrays = (query, cache, block_tables, lengths, query_lengths, modifiers)
     results: tuple[jax.Array, jax.Array] = run(*arrays)
     return results
@@ -226,7 +224,6 @@ def _attend(
     modifiers: ScoreModifiers,
     *,
     options: Options,
-    implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` by the implementation for these arrays."""
     if modifiers.query_offset is not None:
@@ -238,22 +235,18 @@ def _attend(
         lengths = jnp.where(held > capacity, held, lengths)  # so that it is found out of range
 
     def run(modifiers: ScoreModifiers, options: Options) -> tuple[jax.Array, jax.Array]:
-        chosen = select(
-            implementation, query, cache, block_tables, options=options, modifiers=modifiers
-        )
-        attend = functools.partial(_run, attend=chosen.run, interpret=interpreting())
-        call = refuse_gradients(attend, "paged_attention", options=options)
+        chosen = select(query, cache, block_tables, options=options, modifiers=modifiers)
+        call = refuse_gradients(chosen.run, "paged_attention", options=options)
         arrays = (query, cache, block_tables, lengths, query_lengths, modifiers)
         out, residual = call(*together(*arrays))
         return out, residual
 
-    if _kernel_has_sinks(implementation, query, cache, block_tables, modifiers, options):
+    if _kernel_has_sinks(query, cache, block_tables, modifiers, options):
         return run(modifiers, options)
     return sinks_of_call.after(run, query, query_lengths, modifiers, options)
 
 
 def _kernel_has_sinks(
-    implementation: str | None,
     query: jax.Array,
     cache: PagedCache,
     block_tables: jax.Array,
@@ -261,7 +254,7 @@ def _kernel_has_sinks(
     options: Options,
 ) -> bool:
     """Whether there are sinks, and the implementation chosen takes them itself."""
-    is_asked = modifiers.sinks is not None and implementation in (None, "mosaic_gpu")
+    is_asked = modifiers.sinks is not None and options.implementation in (None, "mosaic_gpu")
     if not is_asked or not hopper.has_sinks(query, cache):
         return False
     arguments: Any = {"query": query, "cache": cache, "block_tables": block_tables}
@@ -269,7 +262,6 @@ def _kernel_has_sinks(
 
 
 def select(
-    implementation: str | None,
     query: jax.Array | jax.ShapeDtypeStruct,
     cache: PagedCache,
     block_tables: jax.Array | jax.ShapeDtypeStruct,
@@ -280,7 +272,7 @@ def select(
     """The implementation for a call of `paged_attention`; only shapes and dtypes are used."""
     rotated = cache.formats.key.is_rotated
     return PAGED.select(
-        implementation,
+        options.implementation,
         query=jax.ShapeDtypeStruct(query.shape, jnp.float32 if rotated else query.dtype),
         cache=cache,
         block_tables=block_tables,
@@ -298,18 +290,3 @@ def _check_query(cache: PagedCache, query: jax.Array) -> None:
             f"{query.shape=} must be [B, T, N, {cache.head_dim}], as the cache was made for"
         )
     _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
-
-
-@functools.partial(jax.jit, static_argnames=("attend", "interpret", "options"))
-def _run(
-    *arrays: Any,
-    attend: Callable[..., tuple[jax.Array, jax.Array]],
-    interpret: bool,
-    options: Options,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs an implementation.
-
-    `interpret` is an argument so that what was traced for the interpreter is not reused without it.
-    """
-    del interpret
-    return attend(*arrays, options=options)

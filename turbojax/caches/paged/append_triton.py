@@ -1,7 +1,6 @@
 """The Triton kernel that writes codes and int8 into pages: what it takes, how it is launched."""
 
 import dataclasses
-import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ def append_unsupported(*, cache: Pool, key: jax.Array, block_tables: jax.Array) 
     return append_kernels.unsupported(cache, key) or unindexable(*sizes) or needs_gpu(AMPERE)
 
 
+@jax.jit
 def append(
     cache: Pool,
     key: jax.Array,
@@ -38,21 +38,6 @@ def append(
 
     The second result shows whether the tokens fit: norms, and sides that have none.
     """
-    arguments = cache, key, value, block_tables, lengths, new_lengths
-    return _append(*arguments, interpret=interpreting())
-
-
-@functools.partial(jax.jit, static_argnames="interpret")
-def _append(
-    cache: Pool,
-    key: jax.Array,
-    value: jax.Array,
-    block_tables: jax.Array,
-    lengths: jax.Array,
-    new_lengths: jax.Array,
-    *,
-    interpret: bool,
-) -> tuple[Pool, dict[str, jax.Array]]:
     from pallas_kernels.triton.paged_append import Pages, append
 
     vectors, bits = {"key": key, "value": value}, _bits(cache)
@@ -71,7 +56,6 @@ def _append(
             key.shape[1],
             cache.head_dim,
             tuple(bits.values()),
-            interpret,
         ),
     )
     for side, pages in zip(bits, written, strict=True):
@@ -88,9 +72,7 @@ def _bits(cache: Pool) -> dict[str, int]:
     return found | {name: 8 for name, side in sides if isinstance(side, Int8)}
 
 
-def settings(
-    vectors: int, tokens: int, channels: int, bits: tuple[int, ...], interpret: bool
-) -> "Settings":
+def settings(vectors: int, tokens: int, channels: int, bits: tuple[int, ...]) -> "Settings":
     """Settings for so many vectors of a side; `bits` are the sides' codes', 8 of int8."""
     from pallas_kernels.triton.paged_append import Settings
 
@@ -107,7 +89,7 @@ def settings(
         rows=rows,
         pieces=pieces,
         num_warps=warps,
-        interpret=interpret,
+        interpret=interpreting(),
     )
 
 

@@ -1,5 +1,7 @@
 """Pages on Hopper: which of two kernels runs a call, that of few queries or that of many."""
 
+import functools
+
 import jax
 
 from turbojax.attention.options import Options
@@ -39,6 +41,7 @@ def unsupported(
     )
 
 
+@functools.partial(jax.jit, static_argnames="options")
 def attend(
     query: jax.Array,
     cache: PagedCache,

@@ -56,7 +56,6 @@ def attend(
     query_lengths: jax.Array | None = None,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
 ) -> Attended:
     """Causal attention of the newest tokens to all that is held, with the log-sum-exp.
 
@@ -70,8 +69,7 @@ def attend(
 
     def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> Any:
         arrays = (queries, layer.pages, layer.block_tables, lengths, real)
-        static: Any = {"options": options, "implementation": implementation}
-        return api.attend(*arrays, modifiers=modifiers, **static)
+        return api.attend(*arrays, options=options, modifiers=modifiers)
 
     size = query_chunk(batch, heads // layer.pages.num_kv_heads)
     if modifiers.query_offset is not None:  # of all queries together
@@ -89,13 +87,10 @@ def append_and_attend(
     *,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
 ) -> tuple[Attended, PagedLayer]:
     """Stores tokens and attends to all that is held; in parts if the layer keeps too little."""
     batch, tokens, heads, _ = query.shape
-    attend_to = functools.partial(
-        attend, options=options, modifiers=modifiers, implementation=implementation
-    )
+    attend_to = functools.partial(attend, options=options, modifiers=modifiers)
     most = rolling_buffer.most_new_tokens(layer, rolling_buffer.window_of(options.window))
     if most is None or tokens <= most:
         layer = append(layer, key, value, lengths=lengths)
@@ -211,16 +206,13 @@ class Pages(Kind[PagedLayer]):
         *,
         options: Options,
         modifiers: ScoreModifiers = NO_MODIFIERS,
-        implementation: Any = None,
-        residual: bool = False,
     ) -> tuple[Attended, PagedLayer]:
         """See `Kind.prefill`."""
-        del residual
         require_causal(options)
         _checks.check_query_key_value(query, key, value)
         lengths = _checks.check_lengths("key_value_seq_lengths", lengths, *key.shape[:2])
-        static: Any = {"options": options, "modifiers": modifiers, "implementation": implementation}
-        return append_and_attend(query, key, value, cache, lengths, **static)
+        given: Any = {"options": options, "modifiers": modifiers}
+        return append_and_attend(query, key, value, cache, lengths, **given)
 
     def decode(
         self,
@@ -230,18 +222,15 @@ class Pages(Kind[PagedLayer]):
         *,
         options: Options,
         modifiers: ScoreModifiers = NO_MODIFIERS,
-        implementation: Any = None,
-        residual: bool = False,
     ) -> Attended:
         """See `Kind.decode`."""
-        del residual
         _checks.check_query(query)
         if query_lengths is not None:
             shape = query.shape[:2]
             query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, *shape)
             query_lengths = jnp.clip(query_lengths, 0, query.shape[1])
-        static: Any = {"options": options, "modifiers": modifiers, "implementation": implementation}
-        return attend(query, cache, query_lengths=query_lengths, **static)
+        given: Any = {"options": options, "modifiers": modifiers}
+        return attend(query, cache, query_lengths=query_lengths, **given)
 
     dequantize = staticmethod(dequantize)
 

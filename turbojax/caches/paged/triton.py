@@ -45,34 +45,6 @@ def unsupported(
     return unindexable(*sizes) or needs_gpu(ADA if has_e4m3 else AMPERE)
 
 
-def attend(
-    query: jax.Array,
-    cache: PagedCache,
-    block_tables: jax.Array,
-    lengths: jax.Array,
-    query_lengths: jax.Array,
-    modifiers: ScoreModifiers = NO_MODIFIERS,
-    *,
-    options: Options,
-) -> tuple[jax.Array, jax.Array]:
-    """`reference.attend` as one kernel and a merge.
-
-    Where keys have 8 bits or fewer, queries are rounded to float16 relative to their largest value.
-    Weights are rounded to the values' dtype, for fp8 to float16; multiplied by the norms of codes,
-    or by the scales of int8, they are rounded to bfloat16.
-    """
-    del modifiers  # see `unsupported`
-    return _attend(
-        query,
-        cache,
-        block_tables,
-        lengths,
-        query_lengths,
-        options=options,
-        interpret=interpreting(),
-    )
-
-
 class Launch(NamedTuple):
     """What is tuned; it must depend on no size but the number of query rows.
 
@@ -85,18 +57,25 @@ class Launch(NamedTuple):
     num_warps: int
 
 
-@functools.partial(jax.jit, static_argnames=("options", "interpret", "launch"))
-def _attend(
+@functools.partial(jax.jit, static_argnames=("options", "launch"))
+def attend(
     query: jax.Array,
     cache: PagedCache,
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     options: Options,
-    interpret: bool,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
+    """`reference.attend` as one kernel and a merge.
+
+    Where keys have 8 bits or fewer, queries are rounded to float16 relative to their largest value.
+    Weights are rounded to the values' dtype, for fp8 to float16; multiplied by the norms of codes,
+    or by the scales of int8, they are rounded to bfloat16.
+    """
+    del modifiers  # see `unsupported`
     from pallas_kernels.triton import paged_attention as kernel
 
     formats = cache.formats
@@ -109,7 +88,7 @@ def _attend(
         value_codec=_codec(formats.value),
         num_stages=1,
         **(launch or default_launch(query, cache))._asdict(),
-        interpret=interpret,
+        interpret=interpreting(),
     )
     out, residual = kernel.attend(
         query,

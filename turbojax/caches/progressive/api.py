@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, Registry
-from turbojax.attention.options import Options, require_causal
+from turbojax.attention.options import Options
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.turbo import unrounded
 from turbojax.attention.turbo.api import ATTENTION
-from turbojax.caches import checks, new_tokens
+from turbojax.caches import checks
 from turbojax.caches.base import Attended
 from turbojax.caches.progressive import decode_mosaic, decode_reference, decode_triton
 from turbojax.caches.progressive.cache import ProgressiveCache
@@ -38,23 +38,16 @@ def prefill(
     *,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
-    residual: bool = False,
 ) -> tuple[Attended, ProgressiveCache]:
     """See `turbojax.caches.base.Kind.prefill`.
 
     Without lengths, sinks and a log-sum-exp, a short prompt's attention is exact, see
     `turbojax.turbo_attention`.
     """
-    is_plain = lengths is None and not modifiers.given and not residual
+    is_plain = lengths is None and not modifiers.given and not options.residual
     lengths = checks.check_prompt(cache, query, key, value, lengths)
-    run = per_device(
-        tables.PREFILL,
-        _attend_and_store,
-        options=options,
-        implementation=implementation,
-        may_be_exact=implementation is None and is_plain,
-    )
+    may_be_exact = options.implementation is None and is_plain
+    run = per_device(tables.PREFILL, _attend_and_store, options=options, may_be_exact=may_be_exact)
     return refuse_gradients(run, "prefill")(query, key, value, cache, lengths, modifiers)
 
 
@@ -67,16 +60,15 @@ def _attend_and_store(
     modifiers: ScoreModifiers,
     *,
     options: Options,
-    implementation: str | None,
     may_be_exact: bool,
 ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
     """`prefill` by the implementation for these arrays."""
     static: dict[str, Any] = {"config": cache.config, "options": options}
     is_exact = may_be_exact and unrounded.is_faster(query, key, **static)
     attend = ATTENTION.select(
-        implementation, query=query, key=key, value=value, modifiers=modifiers, **static
+        options.implementation, query=query, key=key, value=value, modifiers=modifiers, **static
     )
-    store = STORE_PROMPT.select(STORE_PROMPT.beside(implementation), cache=cache, key=key)
+    store = STORE_PROMPT.select(STORE_PROMPT.beside(options.implementation), cache=cache, key=key)
     attends_to_codes = attend.name != "xla" and cache.config.mode != "float" and not is_exact
     inside = jnp.clip(lengths, 0, key.shape[1])
     # One pass over keys and values serves both, unless first tokens move the cache's blocks.
@@ -92,23 +84,3 @@ def _attend_and_store(
         return (unrounded.exact(query, key, value, options), None), filled
     out = attend.run(query, key, value, inside, inside, modifiers=modifiers, **static, **extra)
     return out, filled
-
-
-def decode(
-    query: jax.Array,
-    cache: ProgressiveCache,
-    query_lengths: jax.Array | None = None,
-    *,
-    options: Options,
-    modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
-    residual: bool = False,
-) -> Attended:
-    """See `turbojax.caches.base.Kind.decode`; the log-sum-exp is always there."""
-    del residual
-    require_causal(options)
-    lengths = checks.check_newest(cache, query, query_lengths)
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    return new_tokens.decode(
-        DECODE, tables.DECODE, query, cache, lengths, modifiers=modifiers, **static
-    )

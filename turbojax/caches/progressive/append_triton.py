@@ -43,6 +43,7 @@ def store_prompt(
     return store_prompt_with_operands(cache, key, value, lengths, with_operands=False)[0]
 
 
+@functools.partial(jax.jit, static_argnames=("with_operands", "permuted"))
 def store_prompt_with_operands(
     cache: ProgressiveCache,
     key: jax.Array,
@@ -58,43 +59,19 @@ def store_prompt_with_operands(
     none in mode ``"float"``, nor if first tokens stay in the buffer. With `permuted` the keys'
     codes are in the order of `mosaic_gpu`, see `turbojax.attention.turbo.operands.Operands`.
     """
-    return _store_prompt(
-        cache,
-        key,
-        value,
-        lengths,
-        with_operands=with_operands,
-        permuted=permuted,
-        interpret=interpreting(),
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("with_operands", "permuted", "interpret"))
-def _store_prompt(
-    cache: ProgressiveCache,
-    key: jax.Array,
-    value: jax.Array,
-    lengths: jax.Array,
-    *,
-    with_operands: bool,
-    permuted: bool = False,
-    interpret: bool,
-) -> tuple[ProgressiveCache, append_kernels.Operands | None]:
     from pallas_kernels.triton.quantize import quantize
 
     config = cache.config
     return append_kernels.stored_prompt(
         *(cache, key, value, lengths),
         with_operands=with_operands,
-        compress=functools.partial(
-            _compress, config=config, permuted=permuted, interpret=interpret
-        ),
+        compress=functools.partial(_compress, config=config, permuted=permuted),
         quantize=functools.partial(
             quantize,
             block=config.block_kv,
             dtype=jnp.float8_e4m3fn,
             tokens_last=True,
-            interpret=interpret,
+            interpret=interpreting(),
         ),
     )
 
@@ -106,7 +83,6 @@ def _compress(
     *,
     config: TurboConfig,
     permuted: bool,
-    interpret: bool,
 ) -> list["Compressed"]:
     from pallas_kernels.triton.compress import BlockLayout, compress
 
@@ -127,29 +103,18 @@ def _compress(
                 operand=operand,
                 permuted=permuted and not side.tokens_last,
                 begin=begin,
-                interpret=interpret,
+                interpret=interpreting(),
             )
         )
     return written
 
 
+@jax.jit
 def append(
     cache: ProgressiveCache, key: jax.Array, value: jax.Array, lengths: jax.Array
 ) -> ProgressiveCache:
     """`reference.append` of one token per sequence with one kernel a side."""
-    return _append(cache, key, value, lengths, interpret=interpreting())
-
-
-@functools.partial(jax.jit, static_argnames="interpret")
-def _append(
-    cache: ProgressiveCache,
-    key: jax.Array,
-    value: jax.Array,
-    lengths: jax.Array,
-    *,
-    interpret: bool,
-) -> ProgressiveCache:
-    run = functools.partial(_append_sides, config=cache.config, interpret=interpret)
+    run = functools.partial(_append_sides, config=cache.config)
     return append_kernels.appended(cache, key, value, lengths, run)
 
 
@@ -161,7 +126,6 @@ def _append_sides(
     start: jax.Array,
     *,
     config: TurboConfig,
-    interpret: bool,
 ) -> list[CacheSide]:
     from pallas_kernels.triton.append import append
     from pallas_kernels.triton.compress import BlockLayout
@@ -183,7 +147,7 @@ def _append_sides(
             layout=BlockLayout(**append_kernels.layout_of(side, config)),
             flush=config.flush_size,
             first_tokens=config.num_first_tokens,
-            interpret=interpret,
+            interpret=interpreting(),
         )
         out.append(
             dataclasses.replace(

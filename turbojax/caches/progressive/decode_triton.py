@@ -39,6 +39,7 @@ def unsupported(
     return kernels_unsupported(cache.config, cache.head_dim, sizes, AMPERE)
 
 
+@functools.partial(jax.jit, static_argnames="options")
 def decode(
     query: jax.Array,
     cache: ProgressiveCache,
@@ -49,24 +50,6 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """`decode_reference.decode` as one kernel and a merge."""
     del modifiers  # see `unsupported`
-    return _decode(
-        query,
-        cache,
-        query_length,
-        options=options,
-        interpret=interpreting(),
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("options", "interpret"))
-def _decode(
-    query: jax.Array,
-    cache: ProgressiveCache,
-    query_length: jax.Array,
-    *,
-    options: Options,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.triton import decode as kernel
 
     config = cache.config
@@ -88,7 +71,7 @@ def _decode(
         splits=_splits(pairs, cache.key.block_scale.shape[2]),
         num_warps=_DECODE_WARPS,
         num_stages=_DECODE_STAGES,
-        interpret=interpret,
+        interpret=interpreting(),
     )
     return kernel.decode(
         query,

@@ -11,26 +11,27 @@ from turbojax.caches.base import (
     Counts,
     Description,
     Grows,
-    Kind,
     is_split,
     sides_of,
     validate_layers,
 )
+from turbojax.caches.new_tokens import Codes
 from turbojax.caches.progressive import (
     ProgressiveCache,
     append,
     dequantize,
     init_cache,
 )
-from turbojax.caches.progressive.api import decode, prefill
+from turbojax.caches.progressive.api import DECODE, prefill
 from turbojax.caches.progressive.update import APPEND, STORE_PROMPT, store_prompt
 from turbojax.numerics.config import TurboConfig
 from turbojax.numerics.sas import SAS
+from turbojax.sharding import tables
 
 _BLOCKS, _BUFFERED = "num_blocks", "buffer_lengths"
 
 
-class Progressive(Kind[ProgressiveCache]):
+class Progressive(Codes[ProgressiveCache]):
     """`ProgressiveCache`; a `TurboConfig` asks for it, and names stand for configs."""
 
     cls = ProgressiveCache
@@ -39,6 +40,8 @@ class Progressive(Kind[ProgressiveCache]):
     stored_as = "progressive"
     counting = ("lengths", _BUFFERED)
     has_rolling_buffers = True
+    reads = DECODE
+    table = tables.DECODE
     grows: ClassVar[Mapping[str, Grows]] = {
         "codes": Grows(-3, _BLOCKS),
         "channel_scale": Grows(-2, _BLOCKS),
@@ -98,7 +101,6 @@ class Progressive(Kind[ProgressiveCache]):
 
     append = staticmethod(append)
     prefill = staticmethod(prefill)
-    decode = staticmethod(decode)
     dequantize = staticmethod(dequantize)
 
     def writer(self, implementation: Any, tokens: int) -> Any:

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, Registry
-from turbojax.attention.options import Options, require_causal
+from turbojax.attention.options import Options
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
-from turbojax.attention.turbo import attend
-from turbojax.caches import checks, new_tokens
+from turbojax.attention.turbo.api import ATTENTION
+from turbojax.caches import checks
 from turbojax.caches.base import Attended
 from turbojax.caches.token_scaled import cache as kv4
 from turbojax.caches.token_scaled import mosaic_gpu, reference, triton
-from turbojax.caches.token_scaled.cache import CacheT, TokenScaledCache
+from turbojax.caches.token_scaled.cache import CacheT
 from turbojax.numerics.config import TurboConfig
-from turbojax.sharding import tables
+from turbojax.sharding import tables, together
 from turbojax.sharding.per_device import per_device
 
 DECODE = Registry(
@@ -40,18 +40,14 @@ def prefill(
     *,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
-    residual: bool = False,
 ) -> tuple[Attended, CacheT]:
     """See `turbojax.caches.base.Kind.prefill`: attends in e4m3, and stores codes (FireQ, 2025).
 
     Attention does not see the cache's codes: it is `turbojax.turbo_attention` in mode ``"fp8"``
     with the exact softmax and blocks of 128. The log-sum-exp is always there.
     """
-    del residual
     lengths = checks.check_prompt(cache, query, key, value, lengths)
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    run = per_device(tables.FIREQ_PREFILL, _attend_and_store, **static)
+    run = per_device(tables.FIREQ_PREFILL, _attend_and_store, options=options)
     return refuse_gradients(run, "fireq.prefill")(query, key, value, cache, lengths, modifiers)
 
 
@@ -64,47 +60,11 @@ def _attend_and_store(
     modifiers: ScoreModifiers,
     *,
     options: Options,
-    implementation: str | None,
 ) -> tuple[Attended, CacheT]:
     """`prefill` by the implementation for these arrays."""
     inside = jnp.clip(lengths, 0, key.shape[1])
-    out = attend(
-        query,
-        key,
-        value,
-        inside,
-        inside,
-        config=PREFILL,
-        options=options,
-        modifiers=modifiers,
-        implementation=implementation,
-        residual=True,
-    )
+    query, key, value, inside, modifiers = together(query, key, value, inside, modifiers)
+    static: dict[str, Any] = {"config": PREFILL, "options": options, "modifiers": modifiers}
+    chosen = ATTENTION.select(options.implementation, query=query, key=key, value=value, **static)
+    out = chosen.run(query, key, value, inside, inside, **static)
     return out, kv4.store_prompt(cache, key, value, lengths)
-
-
-def decode(
-    query: jax.Array,
-    cache: TokenScaledCache,
-    query_lengths: jax.Array | None = None,
-    *,
-    options: Options,
-    modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
-    residual: bool = False,
-) -> Attended:
-    """See `turbojax.caches.base.Kind.decode`; the log-sum-exp is always there."""
-    del residual
-    require_causal(options)
-    lengths = checks.check_newest(cache, query, query_lengths)
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    return new_tokens.decode(
-        DECODE,
-        tables.FIREQ_DECODE,
-        query,
-        cache,
-        lengths,
-        modifiers=modifiers,
-        shortens=True,
-        **static,
-    )

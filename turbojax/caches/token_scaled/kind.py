@@ -14,15 +14,16 @@ from turbojax.caches.base import (
     Cache,
     Counts,
     Grows,
-    Kind,
     rows_in_use,
     sides_of,
     validate_layers,
 )
+from turbojax.caches.new_tokens import Codes
 from turbojax.caches.token_scaled import cache as kv4
-from turbojax.caches.token_scaled.api import decode, prefill
+from turbojax.caches.token_scaled.api import DECODE, prefill
 from turbojax.caches.whole import causal_attention
 from turbojax.numerics.fp8 import quantize_fp8
+from turbojax.sharding import tables
 
 
 def through_kv4(
@@ -65,7 +66,7 @@ def held(x: jax.Array, codes: DTypeLike) -> jax.Array:
     return kv4.numbers(stored).astype(jnp.float32) * scale.astype(jnp.float32)[..., None]
 
 
-class TokenScaled(Kind[kv4.CacheT]):
+class TokenScaled(Codes[kv4.CacheT]):
     """Each token is rounded independently when it arrives; prompts attend in e4m3 before that."""
 
     grows: ClassVar[Mapping[str, Grows]] = {
@@ -75,6 +76,9 @@ class TokenScaled(Kind[kv4.CacheT]):
         "value_scale": Grows(-1, ROWS),
     }
     has_rolling_buffers = True
+    reads = DECODE
+    table = tables.FIREQ_DECODE
+    shortens = True
 
     def slots(self, kind: Any, max_length: int) -> tuple[int, int]:
         """See `Kind.slots`."""
@@ -83,7 +87,6 @@ class TokenScaled(Kind[kv4.CacheT]):
 
     append = staticmethod(kv4.append)
     prefill = staticmethod(prefill)
-    decode = staticmethod(decode)
     dequantize = staticmethod(kv4.dequantize)
 
     def writer(self, implementation: Any, tokens: int) -> Any:

@@ -38,6 +38,7 @@ def decode_unsupported(
     return unindexable(math.prod(cache.key_codes.shape)) or needs_gpu(ADA)
 
 
+@functools.partial(jax.jit, static_argnames="options")
 def decode(
     query: jax.Array,
     cache: TokenScaledCache,
@@ -48,24 +49,6 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.decode` as one kernel and a merge; weights are rounded to bfloat16."""
     del modifiers  # see `decode_unsupported`
-    return _decode(
-        query,
-        cache,
-        query_length,
-        options=options,
-        interpret=interpreting(),
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("options", "interpret"))
-def _decode(
-    query: jax.Array,
-    cache: TokenScaledCache,
-    query_length: jax.Array,
-    *,
-    options: Options,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.triton import kv4_decode as kernel
 
     tile, num_warps, num_stages = _LAUNCH[cache.head_dim > 128]
@@ -79,7 +62,7 @@ def _decode(
         splits=_splits(cache.batch_size * cache.num_kv_heads, cache.key_scale.shape[2] // tile),
         num_warps=num_warps,
         num_stages=num_stages,
-        interpret=interpret,
+        interpret=interpreting(),
     )
     return kernel.decode(
         query,

@@ -1,6 +1,7 @@
 """The Triton kernel behind `fp8_tokens`."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,14 +34,13 @@ def quantize(x: jax.Array, scale: jax.Array | None, *, eps: float | None) -> Fp8
         x, scale = reference.scaled(x, scale, None), None
     capability = gpu_compute_capability()
     has_e4m3 = capability is None or capability >= ADA
-    return _quantize(x, scale, eps=eps or 0.0, has_e4m3=has_e4m3, interpret=interpreting())
+    return _quantize(x, scale, eps=eps or 0.0, has_e4m3=has_e4m3)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "has_e4m3", "interpret"))
-def _quantize(
-    x: jax.Array, scale: jax.Array | None, *, eps: float, has_e4m3: bool, interpret: bool
-) -> Fp8Tokens:
+@functools.partial(jax.jit, static_argnames=("eps", "has_e4m3"))
+def _quantize(x: jax.Array, scale: jax.Array | None, *, eps: float, has_e4m3: bool) -> Fp8Tokens:
     from pallas_kernels.triton import fp8_tokens
 
-    codes, scales = fp8_tokens.quantize(x, scale, eps=eps, has_e4m3=has_e4m3, interpret=interpret)
+    static: dict[str, Any] = {"eps": eps, "has_e4m3": has_e4m3, "interpret": interpreting()}
+    codes, scales = fp8_tokens.quantize(x, scale, **static)
     return Fp8Tokens(codes, scales, np.dtype(x.dtype))

@@ -47,11 +47,11 @@ def matmul(
 ) -> jax.Array:
     """`reference.matmul` as one kernel, after the list of its tiles."""
     del is_precise  # sums of float16 products are always float32
-    launch = _launch(tokens.codes.shape[0], weight, activation, interpreting())
+    launch = _launch(tokens.codes.shape[0], weight, activation)
     return _matmul(tokens, weight, group_sizes, bias, launch=launch)
 
 
-def _launch(rows: int, weight: Int4Weight, activation: Activation | None, interpret: bool) -> Any:
+def _launch(rows: int, weight: Int4Weight, activation: Activation | None) -> Any:
     """Tiles for as many tokens as an expert has on average."""
     from pallas_kernels.triton.grouped_matmul import Settings
 
@@ -71,7 +71,7 @@ def _launch(rows: int, weight: Int4Weight, activation: Activation | None, interp
         gated=weight.gated,
         activation=activation,
         has_e4m3=triton.has_e4m3(capability),
-        interpret=interpret,
+        interpret=interpreting(),
     )
 
 

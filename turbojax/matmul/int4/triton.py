@@ -65,7 +65,7 @@ def matmul(
 ) -> jax.Array:
     """`reference.matmul` as one kernel, and a sum after it where tokens and outputs are few."""
     del is_precise  # sums of 16-bit products are always float32
-    launch = _launch(tokens.shape[0], weight, activation, interpreting())
+    launch = _launch(tokens.shape[0], weight, activation)
     return _matmul(tokens, weight, bias, residual, launch=launch)
 
 
@@ -79,7 +79,7 @@ def has_e4m3(capability: float | None) -> bool:
     return capability is None or capability >= ADA
 
 
-def _launch(rows: int, weight: Int4Weight, activation: Activation | None, interpret: bool) -> Any:
+def _launch(rows: int, weight: Int4Weight, activation: Activation | None) -> Any:
     """Tiles and splits for this many tokens."""
     from pallas_kernels.triton.int4_matmul import Settings
 
@@ -108,7 +108,7 @@ def _launch(rows: int, weight: Int4Weight, activation: Activation | None, interp
         gated=weight.gated,
         activation=activation,
         has_e4m3=has_e4m3(capability),
-        interpret=interpret,
+        interpret=interpreting(),
     )
 
 

@@ -235,13 +235,13 @@ def check_call(
         return jax.ShapeDtypeStruct((rows, tokens, num_heads, channels), pool.dtype)
 
     if isinstance(pool, paged.LatentPages):
-        options = PLAIN.complete(pool.latent_dim + pool.rope_dim)
+        options = PLAIN.complete(pool.latent_dim + pool.rope_dim, implementation)
         queries = query(pool.latent_dim), query(pool.rope_dim)
-        latent_attention.select(implementation, *queries, pool, block_tables, options=options)
+        latent_attention.select(*queries, pool, block_tables, options=options)
         return
-    options = PLAIN.complete(pool.head_dim)
+    options = PLAIN.complete(pool.head_dim, implementation)
     queries = query(pool.head_dim)
-    paged_attention.select(implementation, queries, pool, block_tables, options=options)
+    paged_attention.select(queries, pool, block_tables, options=options)
 
 
 def _append_latents(
@@ -266,7 +266,6 @@ def _attend_latents(
     *,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
-    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     if refusal := modifiers.refusal():
         raise NotImplementedError(f"latent_attention cannot run here: {refusal}")
@@ -277,7 +276,6 @@ def _attend_latents(
         lengths,
         query_lengths,
         options=options,
-        implementation=implementation,
     )
 
 

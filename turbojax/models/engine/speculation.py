@@ -11,7 +11,6 @@ guesses the more often right (the coupling by Gumbel noise of Daliri et al., 202
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -389,14 +388,11 @@ def _pass(
         group = group_of(options.local_window_size, windows)
         pages = pages_at(state, owners, positions.ravel(), cache.page_size)
         cache = append_at(cache, key, value, pages[group], positions.ravel(), is_real)
-        given: Any = {
-            "options": options.complete(query.shape[3]),
-            "modifiers": of_layer(query, sinks),
-            "implementation": implementation,
-        }
+        static, modifiers = options.complete(query.shape[3], implementation), of_layer(query, sinks)
         _, attend_pages = append_and_attend(cache)
         split = query.reshape(count, size, *query.shape[2:])
-        out, _ = attend_pages(split, cache, tables[group], lengths, counts, **given)
+        where = tables[group], lengths, counts
+        out, _ = attend_pages(split, cache, *where, options=static, modifiers=modifiers)
         return out.reshape(1, count * size, *out.shape[2:]), cache
 
     attended: Attend = attend

@@ -215,29 +215,28 @@ class DenseTokens:
         return jnp.where(self.sees_nonfinite[:, None, None], jnp.nan, out)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "options", "implementation"))
+@functools.partial(jax.jit, static_argnames=("config", "options"))
 def attend_densely(
     tokens: DenseTokens,
     config: TurboConfig,
     options: Options,
     modifiers: ScoreModifiers,
-    implementation: str | None,
 ) -> jax.Array:
     """Causal attention of each segment's tokens, without meaning where they `sees_nonfinite`.
 
-    Of `implementation`, that of attention to pages, only ``"xla"`` is followed.
+    Of the implementation, that of attention to pages, only ``"xla"`` is followed.
     """
     ids = tokens.segments[None]
+    name = "xla" if options.implementation == "xla" else None
     out, _ = turbo_attention.attend(
         tokens.query,
         tokens.key,
         tokens.value,
         config=config,
-        options=options,
+        options=dataclasses.replace(options, implementation=name),
         modifiers=ScoreModifiers(
             query_segment_ids=ids, key_value_segment_ids=ids, sinks=modifiers.sinks
         ),
-        implementation="xla" if implementation == "xla" else None,
     )
     return out[0]
 
@@ -478,8 +477,8 @@ def _attend(
         group = group_of(options.local_window_size, windows)
         pages = pages_at(state, work.slots, positions, cache.page_size)
         cache = append_at(cache, key, value, pages[group], positions, is_real)
-        static, modifiers = options.complete(query.shape[3]), of_layer(query, sinks)
-        given: Any = {"options": static, "modifiers": modifiers, "implementation": implementation}
+        static, modifiers = options.complete(query.shape[3], implementation), of_layer(query, sinks)
+        given: Any = {"options": static, "modifiers": modifiers}
         _, attend_pages = append_and_attend(cache)
         alone = None
         if prompts is not None and is_compressed(cache):
@@ -492,7 +491,7 @@ def _attend(
         if not program.pieces:
             return decoded[None], cache
         if alone is not None and prompts is not None:
-            out = attend_densely(alone, prompts, static, modifiers, implementation)
+            out = attend_densely(alone, prompts, static, modifiers)
         else:
             assert parts is not None
             out = parts.attend(query[0], cache, group, attend_pages, given)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane, lanes
 from pallas_kernels.mosaic.hopper.latent.tiles import LATENT, TILE, Settings
+from pallas_kernels.mosaic.hopper.paged_prompt.join import of_parts
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 from pallas_kernels.mosaic.pipeline import ROWS
 
@@ -100,11 +101,7 @@ def _body(
     if memory:
         state = _of_all(state, share, own, memory[0])
     total, *sums = state
-    nothing = total.equals(0.0)
-    inverse = nothing.where(0.0, lane.reciprocal(nothing.where(1.0, total)))
-    lse = nothing.where(float("-inf"), shift + lane.log2_of_any(total) * (1 / LOG2_E))
-    broken = (held < 0).where(lane.number(float("nan")), 0.0)
-    x = [v * inverse + broken for v in sums]
+    x, lse, broken = of_parts(sums, total, shift, held)
     with lane.when(share.equals(0)):
         packed = [lane.half.pack(x[i], x[i + 1], dtype) for i in range(0, _CHANNELS, 2)]
         out.times(ids[0], 2 * LATENT).at(channel * 2).store_words(packed)

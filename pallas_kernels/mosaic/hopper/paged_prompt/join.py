@@ -80,11 +80,7 @@ def _body(
 
     zero = lane.number(0.0)
     total, *sums = lane.loop(start, end, 1, [zero] * (1 + _TOGETHER), add)
-    nothing = total.equals(0.0)
-    share = nothing.where(0.0, lane.reciprocal(nothing.where(1.0, total)))
-    lse = nothing.where(float("-inf"), shift + lane.log2_of_any(total) * (1 / LOG2_E))
-    broken = (held < 0).where(lane.number(float("nan")), 0.0)
-    words = [v * share + broken for v in sums]
+    words, lse, broken = of_parts(sums, total, shift, held)
     target = (b * tokens + t) * heads + head
     with lane.when((row < size) & (t < tokens)):
         if dtype == "float32":
@@ -96,6 +92,21 @@ def _body(
             out.times(target, 2 * head_dim).at(piece * (2 * _TOGETHER)).store_words(packed)
         with lane.when(piece.equals(0)):
             out_lse.times(target, 4).store(lse + broken)
+
+
+def of_parts(
+    sums: list[Float], total: Float, shift: Float, held: Int
+) -> tuple[list[Float], Float, Float]:
+    """A row's outputs, its log-sum-exp, and what is still to be added to that: NaN or 0.
+
+    `sums` are of the parts' outputs times their weights ``exp(lse - shift)``, whose sum is `total`.
+    All is NaN where `held` is negative.
+    """
+    nothing = total.equals(0.0)
+    inverse = nothing.where(0.0, lane.reciprocal(nothing.where(1.0, total)))
+    lse = nothing.where(float("-inf"), shift + lane.log2_of_any(total) * (1 / LOG2_E))
+    broken = (held < 0).where(lane.number(float("nan")), 0.0)
+    return [v * inverse + broken for v in sums], lse, broken
 
 
 def join(
