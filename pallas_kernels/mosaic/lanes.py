@@ -43,8 +43,7 @@ def _kernel(body: Body, names: Sequence[str], shared: int) -> Callable[..., None
 
         @plgpu.inline_mgpu(arg_types=types)
         def inside(ctx: Any, refs: list[Any], ids: list[Any]) -> None:
-            del ctx
-            body([Pointer.to(ref) for ref in refs], [lane.scalar(x) for x in ids])
+            body([Pointer.to(ref, ctx) for ref in refs], [lane.scalar(x) for x in ids])
 
         inside(list(refs), ids)
 

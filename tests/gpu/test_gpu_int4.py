@@ -115,11 +115,11 @@ def test_equals_the_oracle(implementation, name, precision):
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("scale_dtype", ["e4m3", "bf16"])
-@pytest.mark.parametrize("shape", [(4288, 4096), (200, 1300), (320, 14336)])
+@pytest.mark.parametrize("shape", [(4288, 4096), (14336, 4096), (200, 1300), (320, 14336)])
 def test_bits_of_few_tokens(shape, scale_dtype):
     """Of up to 64 tokens on Hopper: those of each alone; also of tokens that the kernel rounds.
 
-    Of the first weight 64 tokens are cut into other programs than fewer are.
+    More than 32 are copied ahead, of the second weight by several warpgroups for each other.
     """
     rng = np.random.default_rng(6)
     weight = random_weight(rng, *shape, scale_dtype)

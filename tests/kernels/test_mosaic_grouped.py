@@ -72,7 +72,18 @@ def test_launches(scales, is_precise):
             assert 3 <= launch.stages <= 12
 
 
-@pytest.mark.parametrize("widths", [(8,), (16,), (16, 24, 32, 40, 48, 64), (96, 128, 144), (256,)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "want"), [(1024, 28672, 3), (1024, 4096, 2), (768, 4096, 2)]
+)
+def test_tiles_of_two_or_three_warpgroups(rows, outputs, want):
+    """Three, unless two take as many rounds of programs: of Mixtral's experts for down."""
+    _, weight, *_ = specification(rows, 8, outputs, 2048, "e4m3")
+    assert mosaic_gpu.default_launch(rows, weight).consumers == want
+
+
+@pytest.mark.parametrize(
+    "widths", [(8,), (16,), (16, 24, 32, 40, 48, 64), (96, 128, 144), (96, 144, 256)]
+)
 def test_tokens_are_copied_once(widths, monkeypatch):
     """Whatever their number: in one copy, of all of them, and of not many more."""
     copies = []

@@ -115,11 +115,22 @@ class Copies:
 
     def __init__(self, scheduler):
         self._scheduler, self._missing, self._phases = scheduler, {}, {}
+        self._arrivals, self._arrived_before = {}, {}
 
     @staticmethod
     def _places(barrier):
         active = np.flatnonzero(warp.STATE.active[-1])
         return [(lane, (id(barrier.memory), barrier.offset[lane])) for lane in active]
+
+    def init(self, barrier, arrivals=1):
+        self._arrivals |= {at: arrivals for _, at in self._places(barrier)}
+
+    def arrive(self, barrier):
+        for _, at in self._places(barrier):
+            count = self._arrived_before.get(at, 0) + 1
+            is_last = count == self._arrivals[at]
+            self._arrived_before[at] = 0 if is_last else count
+            self._phases[at] = self._phases.get(at, 0) + is_last
 
     def expect(self, barrier, size):
         for lane, at in self._places(barrier):
@@ -134,10 +145,26 @@ class Copies:
             found = source.memory[source_at:][:count]
             assert len(found) == count, "a copy past the end"
             target.memory[target_at:][:count] = found
-            self._missing[at] -= count
-            assert self._missing[at] >= 0, "more bytes than were expected"
-            if self._missing[at] == 0:
-                self._phases[at] = self._phases.get(at, 0) + 1
+            self._arrived(at, count)
+
+    def _arrived(self, at, count):
+        self._missing[at] -= count
+        assert self._missing[at] >= 0, "more bytes than were expected"
+        if self._missing[at] == 0:
+            self._phases[at] = self._phases.get(at, 0) + 1
+
+    def copy_box(self, source, column, rows, target, barrier):
+        """Of `source`, whose memory is ``[M, K]``."""
+        row, byte = np.arange(rows)[:, None], np.arange(GROUP)
+        places = row * GROUP + ((byte // 16 ^ row % 8) * 16 + byte % 16)
+        for lane, at in self._places(barrier):
+            first = int(warp._signed(column)[lane])
+            box = np.zeros((rows, GROUP), np.uint8)
+            found = source.memory[:rows, first:][:, :GROUP]
+            box[: found.shape[0], : found.shape[1]] = found
+            assert target.offset[lane] % 1024 == 0
+            target.memory[target.offset[lane] + places] = box
+            self._arrived(at, box.size)
 
     def wait(self, barrier, parity):
         at = id(barrier.memory), barrier.offset[0]
@@ -187,13 +214,17 @@ def run(monkeypatch, body, *, programs, warps, shared):
         "block_barrier": lambda: scheduler.barrier(("all", rank()), warps),
         "named_barrier": lambda n, count: scheduler.barrier((int(n.value[0]), rank()), count // 32),
         "cluster_barrier": lambda: scheduler.barrier("cluster", programs * warps),
+        "arrive_at_cluster": lambda: None,
+        "wait_for_cluster": lambda: scheduler.barrier("cluster", programs * warps),
         "fragments": Fragments,
         "start_product": start_product,
         "finish": list,
-        "init_barrier": lambda *_: None,
+        "init_barrier": copies.init,
+        "arrive": copies.arrive,
         "publish_barriers": lambda: None,
         "expect_bytes": copies.expect,
         "copy": copies.copy,
+        "copy_box": copies.copy_box,
         "wait": copies.wait,
     }
     for name, f in there.items():

@@ -27,11 +27,13 @@ class Pointer:
     """A pointer to memory; offsets are in bytes."""
 
     value: Any
+    # Of a kernel's argument: the reference, and Mosaic's context of the launch, for `copy_box`.
+    array: tuple[Any, Any] | None = None
 
     @classmethod
-    def to(cls, ref: Any) -> "Pointer":
+    def to(cls, ref: Any, context: Any = None) -> "Pointer":
         """The beginning of a reference."""
-        return cls(mgpu.utils.memref_ptr(ref))
+        return cls(mgpu.utils.memref_ptr(ref), None if context is None else (ref, context))
 
     @classmethod
     def choose(cls, condition: Bool, a: "Pointer", b: "Pointer") -> "Pointer":
@@ -170,7 +172,18 @@ class ClusterPointer:
 
 def cluster_barrier() -> None:
     """Waits for all threads of the cluster, and for what they wrote to shared memory."""
-    act("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
+    arrive_at_cluster()
+    wait_for_cluster()
+
+
+def arrive_at_cluster() -> None:
+    """The first half of a `cluster_barrier`."""
+    act("barrier.cluster.arrive.release.aligned;")
+
+
+def wait_for_cluster() -> None:
+    """The second half of a `cluster_barrier`."""
+    act("barrier.cluster.wait.acquire.aligned;")
 
 
 def init_barrier(barrier: Pointer, arrivals: int = 1) -> None:
@@ -201,6 +214,12 @@ def expect_bytes(barrier: Pointer, size: Int | int) -> None:
     act(text, barrier.address(), int_value(size), constraints="r,r")
 
 
+def arrive(barrier: Pointer) -> None:
+    """Arrives, after all that this lane did before."""
+    text = "mbarrier.arrive.release.cta.shared.b64 _, [$0];"
+    act(text, barrier.address(), constraints="r")
+
+
 def copy(source: Pointer, target: Pointer, size: Int | int, barrier: Pointer) -> None:
     """Copies into shared memory by the copy engine; addresses and size: multiples of 16 bytes."""
     act(
@@ -210,6 +229,29 @@ def copy(source: Pointer, target: Pointer, size: Int | int, barrier: Pointer) ->
         barrier.address(),
         int_value(size),
         constraints="r,l,r,r",
+    )
+
+
+def copy_box(source: Pointer, column: Int, rows: int, target: Pointer, barrier: Pointer) -> None:
+    """Copies 128 columns of bytes from `column` on of an argument's first rows, by the copy engine.
+
+    `source` is an argument ``[M, K]`` of 8-bit numbers, `K` a multiple of 16; past its ends there
+    are zeros. `target` is ``[rows, 128]`` at a multiple of 1,024, whose 16-byte chunks are
+    permuted: chunk `c` of row `n` goes where ``c ^ n % 8`` would be. One lane calls it.
+    """
+    assert source.array is not None
+    ref, context = source.array
+    shared = ir.Attribute.parse("#gpu.address_space<workgroup>")
+    kind = ir.MemRefType.get((rows, 128), ir.MemRefType(ref.type).element_type, None, shared)
+    first, zero = arith.index_cast(ir.IndexType.get(), column.value), int_value(0)
+    context.async_copy(
+        src_ref=ref,
+        dst_ref=mgpu.utils.ptr_as_memref(target.value, kind),
+        gmem_slice=(slice(0, rows), mgpu.ds(first, 128)),
+        barrier=mgpu.utils.BarrierRef(barrier.value, zero, zero, 1),
+        swizzle=128,
+        arrive=False,
+        predicate=None,
     )
 
 

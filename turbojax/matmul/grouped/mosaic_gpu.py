@@ -19,9 +19,12 @@ from turbojax.numerics.fp8 import Fp8Tokens
 _TOKENS, _FEW = (8, 16, 32, 64, 128), 64
 # From the second number on, its products have as many eighths of that as are enough.
 _EIGHTHS, _FINE = (2, 3, 4, 5, 6, 8), 32
-# How many tokens products may have with sums in one level. With wider ones beside the first three,
-# or others beside the last, ptxas lets all products wait for one another (C7511).
-_NARROW, _WIDE = (96, 128, 144), (256,)
+# How many tokens products may have with sums in one level: of tiles of up to 144 with three
+# warpgroups and with two, and of wider ones. With other numbers together, such as 128 and 160, or
+# 144 and 208, ptxas lets all products wait for one another (C7511).
+_NARROW, _NARROW_OF_TWO, _WIDE = (96, 128, 144), (96, 144, 256), (256,)
+# A tile of three warpgroups takes so many times as long as one of two.
+_THIRD = 1.4
 # Experts are taken to have up to this many times the average number of tokens; with sums in one
 # level up to the other.
 _UNEVEN, _LESS_UNEVEN = 2, 9 / 8
@@ -102,8 +105,12 @@ def _one_level(rows: int, experts: int, columns: int) -> tuple[tuple[int, ...], 
     parts = -(-wanted // _WIDE[-1])
     # Two narrow tiles take as long as one and a third wide ones, three longer than two.
     is_narrow = parts <= 2 and wanted <= parts * _NARROW[-1]
-    tiles = min(rows, experts) * parts * -(-columns // (3 * 64))
-    return (_NARROW, 3) if is_narrow and tiles >= multiprocessors() else (_WIDE, 2)
+    if not is_narrow:
+        return _WIDE, 2
+    two, three = (min(rows, experts) * parts * -(-columns // (64 * n)) for n in (2, 3))
+    rounds = [-(-tiles // multiprocessors()) for tiles in (two, three)]
+    is_three = three >= multiprocessors() and _THIRD * rounds[1] <= rounds[0]
+    return (_NARROW, 3) if is_three else (_NARROW_OF_TWO, 2)
 
 
 def matmul(

@@ -21,10 +21,10 @@ _WARPGROUPS = 4
 _PARTS = (1, 2)
 # Clocks, from the times in `few.py`: of a multiprocessor for a tile; of a warpgroup for all it does
 # with one; of a program until its first weights arrive and after its last; and the extra for sums
-# of two programs, and for another round of tokens.
-_TILE, _LATENCY, _START, _CLUSTER, _ROUND = 240, 500, 6500, 2200, 2500
-# With more of them in flight the first ones arrive later: each costs 0.4 us.
-_STAGES = 4
+# of two programs, and for few tokens that do not fit and are copied ahead.
+_TILE, _LATENCY, _START, _CLUSTER, _RING = 240, 500, 6500, 2200, 14000
+# With more of them in flight the first ones arrive later: each costs 0.2 to 0.9 us.
+_STAGES = 3
 # Of 227 KB, less what Pallas takes.
 _SHARED_BYTES = 222 * 1024
 # Runs of eight tokens' inputs that a lane can hold, to round them.
@@ -125,13 +125,14 @@ def _cuts(tiles: int, groups: int) -> list[_Cut]:
 @functools.cache
 def _layout(tokens: int, tiles: int, groups: int, scale_bytes: int) -> tuple[_Cut, int] | None:
     """How work is divided, and how many groups of tokens are resident; None if nothing fits."""
+    from pallas_kernels.mosaic.hopper.matmul.few import MOST_LOADED
+
     found = []
     for cut in _cuts(tiles, groups):
         resident = _resident(tokens, cut, groups, scale_bytes)
         if resident is not None:
-            part = -(-groups // cut.parts)
-            rounds = -(-part // resident)
-            found.append((cut.clocks(tiles, groups) + _ROUND * (rounds - 1), cut, resident))
+            is_short = tokens <= MOST_LOADED and resident < -(-groups // cut.parts)
+            found.append((cut.clocks(tiles, groups) + _RING * is_short, cut, resident))
     if not found:
         return None
     _, cut, resident = min(found)
@@ -150,7 +151,7 @@ def _resident(tokens: int, cut: _Cut, groups: int, scale_bytes: int) -> int | No
         settings = few.Settings(epilogue, *sizes, splits=splits)
         if few.Memory.of(settings, groups, scale_bytes).size <= _SHARED_BYTES:
             return resident
-        if each == 1:
+        if each <= 2:
             return None
         each = -(-each // 2)
         resident = each * splits

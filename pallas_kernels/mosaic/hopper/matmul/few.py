@@ -2,20 +2,20 @@
 
 Roofline, for weights of 14336 x 4096 on an H200: 30 MB, 7 us; conversion takes 112 of some 240
 clocks that a tile has, products 64 for 16 tokens and 256 for 64. Target: 13 us for 16 tokens, 12.5
-for one, 15 for 64. Seen: 12.1, 11.1 and 19.7; of tokens that it rounds 12.9 and 11.5. Memory does
-not bound it (with weights in L2 11.4 for 16), nor do products (half of them 19.3 for 64).
+for one, 15 for 64. Seen: 11.9, 10.7 and 17.8; of 64 tokens 13.2 without products, so these hide
+only in part behind the rest. Of fewer, launch, first latency and end are a third.
 
 Every warpgroup takes 64 rows and a share of the inputs, one tile after the other. One of its lanes
-copies tiles ahead to slots of its own; nobody else waits for them. Loads of tokens start before, as
-those that are not in L2 seem to wait for all of these copies. Weights are rows of the product and
-come from registers, where they are converted; tokens are columns, and lie in shared memory for as
-many inputs as fit. Warpgroups that share rows are of one program, or of a cluster of them; their
-sums are added up in the order of the inputs. How many there are follows from the weight's shape
-alone, so a token's result does not depend on other tokens.
+copies tiles ahead to slots of its own; nobody else waits for them. Weights are rows of the product
+and come from registers, where they are converted; tokens are columns, in shared memory: up to 32
+are loaded by all lanes, before the copies of weights start, which memory serves first otherwise;
+more, or more than fit, are copied ahead in a `Ring`. Warpgroups that share rows are of one program,
+or of a cluster of them; their sums are added up in the order of the inputs. How many there are
+follows from the weight's shape alone, so a token's result does not depend on other tokens.
 
 Weights are two operands: what is not negative, and, subtracted, what is. A permutation of bytes
 whose selector has its fourth bit set takes a byte's sign for it, zero in a table of magnitudes; so
-no third one has to choose between the two. The matrix units have the time.
+no third one has to choose between the two.
 
 A warpgroup converts a tile, multiplies, waits, and only then goes on: the other warpgroups of the
 multiprocessor fill its waits. Where the registers of the next product's operand are written during
@@ -51,6 +51,8 @@ _CHUNK = 16
 _CHUNKS = GROUP // _CHUNK
 # Loads of tokens that a lane has in flight.
 _LOADS_IN_FLIGHT = 8
+# Columns up to which lanes load tokens, if all fit: the first copies of a `Ring` take 1 us longer.
+MOST_LOADED = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +62,8 @@ class Settings:
     warpgroups: int
     parts: int  # programs that share rows, each with part of the inputs; at most 8
     stages: int  # tiles of a warpgroup that are being copied or in use
-    # Groups of inputs whose tokens are in shared memory at a time, as many for each warpgroup that
-    # shares rows; or all of a program's.
+    # Groups of inputs whose tokens are in shared memory at a time: all of a program's, or as many,
+    # two or more, for each warpgroup that shares rows.
     resident: int
     splits: int = 1  # warpgroups of a program that share rows, each with part of its inputs
     # Of tokens that are not e4m3 yet, or None; then all of a program's are resident.
@@ -82,6 +84,16 @@ class Settings:
     @property
     def tiles(self) -> int:
         return self.warpgroups // self.splits
+
+    @property
+    def depth(self) -> int:
+        """Places of groups of tokens that warpgroups with the same inputs have."""
+        return self.resident // self.splits
+
+    def has_ring(self, groups: int) -> bool:
+        """Whether tokens are copied ahead, and not loaded by lanes."""
+        is_many = self.rounding is None and self.tokens > MOST_LOADED
+        return is_many or not self.is_whole(groups)
 
     @property
     def shares(self) -> int:
@@ -108,6 +120,7 @@ class Memory(NamedTuple):
     token_scales: int  # float32
     maxima: int  # of tokens that are rounded here, or of warps' shares of them
     barriers: int  # eight bytes for each slot of each warpgroup
+    token_barriers: int  # and sixteen for each group of tokens
     size: int
 
     @classmethod
@@ -122,6 +135,7 @@ class Memory(NamedTuple):
             s.tokens * 4,
             max(s.tokens, THREADS // 32 * s.warpgroups) * 4,
             s.warpgroups * s.stages * 8,
+            s.resident * 16,
         )
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         return cls(*ends)
@@ -160,6 +174,7 @@ class Work:
     first: Int  # the program's first group of inputs
     begin: Int  # the warpgroup's first group
     count: Int  # how many groups the warpgroup has
+    row: Int  # number of its rows among those of the program
     split: Int  # its number among the program's warpgroups that share rows
     part: Int  # the program's number in its cluster
     is_real: lane.Bool  # whether the rows exist
@@ -177,14 +192,11 @@ class Work:
             ids[1] * s.splits * a.groups // s.shares,
             begin,
             end - begin,
+            row,
             split,
             ids[1],
             tile < a.tiles,
         )
-
-    def begin_of(self, a: Arrays, split: int, s: Settings) -> Int:
-        """The first group of warpgroup `split` of the program."""
-        return (self.part * s.splits + split) * a.groups // s.shares
 
 
 # Weights -----------------------------------------------------------------------------------------
@@ -223,11 +235,8 @@ class Weights:
         lane.copy(source, self.slots.at(slot * TILE_BYTES), TILE_BYTES, barrier)
 
     def begin(self) -> None:
-        """Prepares the barriers and starts the first copies; one lane calls it."""
+        """Starts the first copies; one lane calls it, which has prepared the barriers."""
         a, work = self.a, self.work
-        for i in range(self.s.stages):
-            lane.init_barrier(self.barriers.at(8 * i))
-        lane.publish_barriers()
         vectors = [x for x in (a.output_scales, a.bias) if x is not None]
         size = work.count * (ROWS * a.scale_bytes)
         first = self.barriers
@@ -235,7 +244,7 @@ class Weights:
         row = work.tile * a.groups + work.begin
         lane.copy(a.scales.times(row, ROWS * a.scale_bytes), self.scales, size, first)
         for i in range(1, self.s.stages):
-            with lane.when(self.work.count > i):
+            with lane.when(work.count > i):
                 self._copy(i, i)
         for i, vector in enumerate(vectors):
             target = self.factors.at(ROWS * 4 * i)
@@ -249,13 +258,21 @@ class Weights:
         codes = self.slots.at(slot * TILE_BYTES)
         return Operand(*int4.load_split(codes, scales, tables, self.here, a.scale_dtype))
 
-    def refill(self, i: Int, slot: Int) -> None:
+    def refill(self, i: Int, slot: Int, ring: "Ring | None") -> None:
         """Starts the next copy to the slot of tile `i`, which has been taken."""
         later = i + self.s.stages
-        with lane.when(later < self.work.count):
-            self.meet()
-            with lane.when((lane.thread() & (THREADS - 1)).equals(0)):
+        has_more = later < self.work.count
+        if ring is None:
+            with lane.when(has_more):
+                self.meet()
+                with lane.when(is_first_of_warpgroup()):
+                    self._copy(later, slot)
+            return
+        self.meet()
+        with lane.when(is_first_of_warpgroup()):
+            with lane.when(has_more):
                 self._copy(later, slot)
+            ring.advance(i)
 
     def meet(self) -> None:
         lane.named_barrier(self.number + 1, THREADS)
@@ -331,6 +348,80 @@ class Tokens:
                 target.at(place + (((chunk ^ token) & 7) << 4)).store_words(four)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ring:
+    """Groups of e4m3 tokens as the right operand, copied ahead to places that they take in turn.
+
+    Where there are no tokens or inputs there are zeros. Warpgroups with the same inputs share
+    places: the first of their groups is in the first place, and so on. A place has two barriers: a
+    phase of one passes with each copy, of the other when all of them are through with a group.
+    """
+
+    a: Arrays
+    work: Work
+    target: Pointer  # the places of the warpgroups that share them
+    barriers: Pointer
+    s: Settings
+
+    @classmethod
+    def of(cls, a: Arrays, work: Work, smem: Pointer, s: Settings) -> "Ring":
+        m, depth = Memory.of(s, a.groups, a.scale_bytes), s.depth
+        barriers = smem.at(lane.integer(m.token_barriers)).at(work.split * (16 * depth))
+        return cls(a, work, smem.at(work.split * (depth * s.token_bytes)), barriers, s)
+
+    @property
+    def lag(self) -> int:
+        """A group's place is filled again so many groups later, when others should be through."""
+        return min(2, self.s.depth - 1)
+
+    def place(self, i: Int) -> Pointer:
+        return self.target.at(i % self.s.depth * self.s.token_bytes)
+
+    def ready(self, i: Int) -> Pointer:
+        return self.barriers.at(i % self.s.depth * 16)
+
+    def free(self, i: Int) -> Pointer:
+        return self.barriers.at(i % self.s.depth * 16 + 8)
+
+    def wait(self, i: Int) -> None:
+        lane.wait(self.ready(i), i // self.s.depth & 1)
+
+    def prepare(self) -> None:
+        """Prepares barriers; one lane of each warpgroup calls it, as the others that follow."""
+
+        def one(i: Int, state: list[Any]) -> list[Any]:
+            lane.init_barrier(self.ready(i))
+            lane.init_barrier(self.free(i), self.s.tiles)
+            return state
+
+        lane.loop(self.work.row, lane.integer(self.s.depth), self.s.tiles, [], one)
+
+    def begin(self) -> None:
+        """Starts the first copies, the warpgroup's share of them."""
+        end = self.work.count.minimum(self.s.depth)
+
+        def one(i: Int, state: list[Any]) -> list[Any]:
+            self._copy(i)
+            return state
+
+        lane.loop(self.work.row, end, self.s.tiles, [], one)
+
+    def advance(self, i: Int) -> None:
+        """Once the warpgroup is through with all groups before `i`: tells it, and starts a copy."""
+        with lane.when(i > 0):
+            lane.arrive(self.free(i - 1))
+        later = i + (self.s.depth - self.lag)
+        is_mine = (later % self.s.tiles).equals(self.work.row)
+        with lane.when((later >= self.s.depth) & (later < self.work.count) & is_mine):
+            lane.wait(self.free(later), (later // self.s.depth & 1) ^ 1)
+            self._copy(later)
+
+    def _copy(self, i: Int) -> None:
+        lane.expect_bytes(self.ready(i), self.s.token_bytes)
+        column = (self.work.begin + i) * GROUP
+        lane.copy_box(self.a.x, column, self.s.tokens, self.place(i), self.ready(i))
+
+
 def load_token_scales(a: Arrays, target: Pointer, s: Settings) -> None:
     assert a.token_scales is not None
     thread = lane.thread()
@@ -365,9 +456,17 @@ def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
         here=here,
         s=s,
     )
-    # Before the copies of weights, which memory seems to serve first otherwise.
-    finish = _start_tokens(a, work, smem, s)
-    with lane.when((lane.thread() & (THREADS - 1)).equals(0)):
+    ring = Ring.of(a, work, smem, s) if s.has_ring(a.groups) else None
+    # Loads start before the copies of weights, which memory seems to serve first otherwise.
+    finish = _start_tokens(a, work, smem, s) if ring is None else None
+    with lane.when(is_first_of_warpgroup()):
+        for i in range(s.stages):
+            lane.init_barrier(weights.barriers.at(8 * i))
+        if ring is not None:
+            ring.prepare()
+        lane.publish_barriers()
+        if ring is not None:
+            ring.begin()
         weights.begin()
     if a.tables is not None:
         place = (lane.thread() & (TABLES - 1)) * TABLE_BYTES
@@ -376,66 +475,50 @@ def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
             smem.at(lane.integer(m.tables)).at(place).store_words(words)
     if s.rounding is None:
         load_token_scales(a, smem.at(lane.integer(m.token_scales)), s)
-    finish()
-    sums = _accumulate(a, weights, smem, s)
+    if finish is not None:
+        finish()
+        lane.publish_stores()
+    lane.block_barrier()
+    sums = _accumulate(a, weights, ring, smem, s)
     _write(a, sums, weights, smem.at(lane.integer(m.token_scales)), ids[1], s)
 
 
 def _start_tokens(a: Arrays, work: Work, smem: Pointer, s: Settings) -> Callable[[], None]:
-    """Starts to load a program's tokens to shared memory, if all of them fit; returns the rest."""
-    if not s.is_whole(a.groups):
-        return lambda: None
+    """Starts to load a program's tokens to shared memory, all of them; returns the rest."""
+    if s.rounding is None:
+        tokens = Tokens.start(a, work.first, s.resident, s)
+        return lambda: tokens.finish(smem)
     m = Memory.of(s, a.groups, a.scale_bytes)
-    rounded = None if s.rounding is None else Loads.start(a.x, work.first, s.rounding)
-    tokens = None if rounded else Tokens.start(a, work.first, s.resident, s)
-
-    def finish() -> None:
-        if rounded:
-            rounded.finish(smem, *(smem.at(lane.integer(x)) for x in (m.token_scales, m.maxima)))
-        if tokens:
-            tokens.finish(smem)
-        lane.publish_stores()
-        lane.block_barrier()
-
-    return finish
+    loads = Loads.start(a.x, work.first, s.rounding)
+    places = [smem.at(lane.integer(x)) for x in (m.token_scales, m.maxima)]
+    return lambda: loads.finish(smem, *places)
 
 
-def _load_tokens(a: Arrays, work: Work, first: Int, smem: Pointer, s: Settings) -> None:
-    """Loads as many tokens as fit to shared memory, of each share from its group `first` on."""
-    lane.block_barrier()
-    for i in range(s.splits):
-        own = s.resident // s.splits
-        target = smem.at(lane.integer(i * own * s.token_bytes))
-        Tokens.start(a, work.begin_of(a, i, s) + first, own, s).finish(target)
-    lane.publish_stores()
-    lane.block_barrier()
+def is_first_of_warpgroup() -> lane.Bool:
+    return (lane.thread() & (THREADS - 1)).equals(0)
 
 
-def _accumulate(a: Arrays, weights: Weights, smem: Pointer, s: Settings) -> list[Float]:
+def _accumulate(
+    a: Arrays, weights: Weights, ring: Ring | None, smem: Pointer, s: Settings
+) -> list[Float]:
     """A warpgroup's sums over its tiles, in the order of `lane.start_product`'s result."""
-    zero = lane.integer(0)
-    together = s.resident // s.splits
+    zero, work = lane.integer(0), weights.work
 
-    def step(i: Int, carry: list[Any], before: Int) -> list[Any]:
+    def tokens_of(i: Int) -> Pointer:
+        if ring is None:
+            return smem.at((i + (work.begin - work.first)) * s.token_bytes)
+        ring.wait(i)
+        return ring.place(i)
+
+    def step(i: Int, carry: list[Any]) -> list[Any]:
         *sums, slot, parity = carry
         taken = weights.take(i, slot, parity)
-        tokens = smem.at((i + before) * s.token_bytes)
-        sums = _add(sums, taken, tokens, lambda: weights.refill(i, slot), s)
+        sums = _add(sums, taken, tokens_of(i), lambda: weights.refill(i, slot, ring), s)
         is_last = slot.equals(s.stages - 1)
         return [*sums, is_last.where(0, slot + 1), is_last.where(parity ^ 1, parity)]
 
-    def round_of(first: Int, carry: list[Any]) -> list[Any]:
-        _load_tokens(a, weights.work, first, smem, s)
-        end = (first + together).minimum(weights.work.count)
-        before = weights.work.split * together - first
-        return lane.loop(first, end, 1, carry, lambda i, x: step(i, x, before))
-
     carry = [*[lane.number(0.0)] * (s.tokens // 2), zero, zero]
-    if not s.is_whole(a.groups):
-        rounds = lane.integer(s.share_of(a.groups))
-        return lane.loop(zero, rounds, together, carry, round_of)[:-2]
-    before = weights.work.begin - weights.work.first
-    return lane.loop(zero, weights.work.count, 1, carry, lambda i, x: step(i, x, before))[:-2]
+    return lane.loop(zero, work.count, 1, carry, step)[:-2]
 
 
 def _add(
@@ -505,29 +588,55 @@ def _write(
         lane.block_barrier()
     else:
         weights.meet()
-    for item, residual in zip(items, residuals, strict=True):
-        scale = token_scales.at(item.token << 2).float()
-
-        def values(row: Int, item: Item = item, scale: Float = scale) -> list[Float]:
-            place = (item.token * PITCH + row) << 2
-            found = zip(*[x.at(place).floats() for x in areas], strict=True)
-            totals = [lane.total(list(x)) * scale for x in found]
-            factors = weights.factors.at(row << 2).floats()
-            if a.bias is None:
-                return [x * f for x, f in zip(totals, factors, strict=True)]
-            biases = weights.factors.at(row << 2, lane.integer(ROWS * 4)).floats()
-            return [lane.fma(x, f, b) for x, f, b in zip(totals, factors, biases, strict=True)]
-
-        if e.gate:
-            pairs = zip(values(item.row), values(item.row + 8), strict=True)
-            results = [epilogue.activate(gate, e.gate) * up for gate, up in pairs]
-        else:
-            results = [epilogue.activate(x, e.activation) for x in values(item.row)]
-        if residual is not None:
-            results = [x + y for x, y in zip(results, residual, strict=True)]
-        _store(a, results, item, e)
+    scales = [token_scales.at(item.token << 2).float() for item in items]
+    # All loads before what is computed from them.
+    numbers = [_numbers(areas, item, s) for item in items]
+    results = [
+        _results(a, *of_item, weights, e)
+        for of_item in zip(items, numbers, scales, residuals, strict=True)
+    ]
+    if s.parts > 1:
+        lane.arrive_at_cluster()
+    for item, values in zip(items, results, strict=True):
+        _store(a, values, item, e)
     if s.parts > 1:  # no program ends while others read its memory
-        lane.cluster_barrier()
+        lane.wait_for_cluster()
+
+
+def _numbers(areas: list[Any], item: Item, s: Settings) -> list[list[list[Float]]]:
+    """All shares' sums of an item, those of its gate and its partner or of its row."""
+    rows = (item.row, item.row + 8) if s.epilogue.gate else (item.row,)
+    places = [(item.token * PITCH + row) << 2 for row in rows]
+    return [[x.at(place).floats() for x in areas] for place in places]
+
+
+def _results(
+    a: Arrays,
+    item: Item,
+    numbers: list[list[list[Float]]],
+    scale: Float,
+    residual: list[Float] | None,
+    weights: Weights,
+    e: Epilogue,
+) -> list[Float]:
+    """An item's outputs from its sums."""
+
+    def values(row: Int, found: list[list[Float]]) -> list[Float]:
+        totals = [lane.total(list(x)) * scale for x in zip(*found, strict=True)]
+        factors = weights.factors.at(row << 2).floats()
+        if a.bias is None:
+            return [x * f for x, f in zip(totals, factors, strict=True)]
+        biases = weights.factors.at(row << 2, lane.integer(ROWS * 4)).floats()
+        return [lane.fma(x, f, b) for x, f, b in zip(totals, factors, biases, strict=True)]
+
+    if e.gate:
+        pairs = zip(values(item.row, numbers[0]), values(item.row + 8, numbers[1]), strict=True)
+        results = [epilogue.activate(gate, e.gate) * up for gate, up in pairs]
+    else:
+        results = [epilogue.activate(x, e.activation) for x in values(item.row, numbers[0])]
+    if residual is None:
+        return results
+    return [x + y for x, y in zip(results, residual, strict=True)]
 
 
 def _put(sums: list[Float], weights: Weights, s: Settings) -> None:
