@@ -7,8 +7,8 @@ cache; what is compiled or planned before is not timed. Every output is compared
 arithmetic on the same operands in some rows.
 """
 
-import contextlib
 import copy
+import functools
 import importlib.metadata
 import json
 import os
@@ -104,7 +104,7 @@ def attention(row: Row, attend: Callable[..., Any]) -> Call:
         out = attend(q, k, v)
         return out, *torch.autograd.grad(out, (q, k, v), d_out)
 
-    learned = tuple(x.requires_grad_() for x in tensors)
+    learned = tuple(x.clone().requires_grad_() for x in tensors)
     d_out = normal(3, *tensors[0].shape)
     return Call(both, (*learned, d_out), lambda outs: compared(outs[0].detach()))
 
@@ -367,7 +367,7 @@ PEERS: dict[str, tuple[str, Callable[[Row], Call]]] = {
 # Measuring ----------------------------------------------------------------------------------------
 
 
-def prepared(row: Row) -> tuple[str, Call]:
+def _call(row: Row) -> tuple[str, Call]:
     """The package of a row and its call; raises NotImplementedError if it cannot be made here."""
     package, build = PEERS[row["method"]]
     try:
@@ -380,17 +380,16 @@ def prepared(row: Row) -> tuple[str, Call]:
         raise NotImplementedError(f"{package}: {error}") from error
 
 
-def measure(row: Row, repetitions: int | None) -> Row:
-    package, call = prepared(row)
-    out = call.function(*call.arguments)  # compiles
+def prepared(row: Row) -> tuple[Call, Row]:
+    """A row's call, compiled, whose output is right; and what is known of it then."""
+    package, call = _call(row)
+    out = call.function(*call.arguments)
     got, want = (x.float() for x in call.compared(out))
     relative_l1 = float((got - want).abs().sum() / want.abs().sum())
     if not relative_l1 <= _WRONG:
         raise ArithmeticError(f"the output is wrong: its relative L1 error is {relative_l1}")
-    with timing.alone():
-        found = timed(call, repetitions)
     version = f"{package} {importlib.metadata.version(package)}"
-    return {"status": "ok", **found, "relative_l1": relative_l1, "version": version}
+    return call, {"relative_l1": relative_l1, "version": version}
 
 
 def rotated(arguments: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -428,7 +427,7 @@ def timed(call: Call, repetitions: int | None) -> Row:
     time.sleep(0.2)
     count = repetitions or min(30, max(5, round(0.1 / wall(1))))
     wall_us = 1e6 * wall(count)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         wall(count)
     found = kernels(profiler.events())
     if len(found) < count:
@@ -460,35 +459,52 @@ def per_call(times: list[float], count: int) -> tuple[float, float]:
     return median, (quartiles[2] - quartiles[0]) / median
 
 
-def _start_profiler() -> None:
+def _attempt(do: Callable[[], Any]) -> Any:
+    """What came of it, or what a row says of the error that ended it; others go on."""
+    try:
+        return do()
+    except Exception as error:
+        if not isinstance(error, NotImplementedError):
+            traceback.print_exc()
+        return failure(error)
+
+
+def _start_profiler() -> Row:
     """Once, before anything is timed: it takes a second."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]):
         torch.zeros(1, device="cuda")
+    return {}
+
+
+def answer(asked: Row) -> Iterator[Row]:
+    """Prepares all rows, beside other processes, and then measures them alone."""
+    end, made = time.monotonic() + asked["seconds"], {}
+    with timing.beside():
+        _attempt(_start_profiler)
+        for row in asked["rows"]:
+            if time.monotonic() <= end:
+                made[row["name"]] = _attempt(functools.partial(prepared, row))
+    for row in asked["rows"]:
+        found = made.pop(row["name"], None)
+        if found is None or time.monotonic() > end:
+            found = {"status": "not run", "reason": OUT_OF_TIME}
+        elif isinstance(found, tuple):
+            call, facts = found
+            with timing.alone():
+                taken = _attempt(functools.partial(timed, call, asked["repetitions"]))
+            found = {"status": "ok", **facts, **taken}
+        yield {"name": row["name"], **found}
 
 
 def main() -> None:
     # What packages print goes elsewhere.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    asked = json.load(sys.stdin)
-    end = time.monotonic() + asked["seconds"]
-    with contextlib.suppress(Exception):  # rows will say why
-        _start_profiler()
-    for row in asked["rows"]:
-        found: Row
-        if time.monotonic() > end:
-            found = {"status": "not run", "reason": OUT_OF_TIME}
-        else:
-            try:
-                found = measure(row, asked["repetitions"])
-            except Exception as error:  # a fact of this row; others go on
-                if not isinstance(error, NotImplementedError):
-                    traceback.print_exc()
-                found = failure(error)
-        print(json.dumps({"name": row["name"], **found}), file=answers, flush=True)
+    for row in answer(json.load(sys.stdin)):
+        print(json.dumps(row), file=answers, flush=True)
 
 
 if __name__ == "__main__":
