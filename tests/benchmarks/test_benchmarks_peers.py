@@ -21,7 +21,8 @@ def test_every_row_is_told_how_to_run_and_what_it_is_called():
 
 def test_every_place_has_one_baseline_and_ours_by_no_name():
     for group in {id(group): group for group, _ in ROWS}.values():
-        assert [case.family for case in group.cases].count(peers.BASELINE) == 1
+        assert len({"exact", "bf16"} & {case.family for case in group.cases}) == 1
+        assert group.cases[0].family in ("exact", "bf16")
         ours = [case for case in group.cases if case.family == "turbojax"]
         assert ours
         assert {case.implementation for case in ours} == {None}
@@ -71,14 +72,17 @@ def test_the_table_has_the_fastest_first_and_says_why_a_row_did_not_run():
         row = {"name": group.name(case), **group.describe(case)}
         figures = {"cudnn-full": 480.0, "turbo4": 160.0, "flashinfer-fp8": 320.0}
         if case.method in figures:
-            row |= {"status": "ok", "us": figures[case.method], "version": "flashinfer-python 1"}
+            us = figures[case.method]
+            row |= {"status": "ok", "us": us, "wall_us": us + 5, "version": "flashinfer-python 1"}
         else:
             row |= {"status": "not run", "reason": "it's not installed"}
         rows.append(row)
     result = {"rows": json.loads(json.dumps(peers.SUITE.with_ratios(rows)))}
     lines = [line for line in peers.table(result).splitlines() if "16 x 32k" in line]
-    assert lines[0] == "| llama3-8b 16 x 32k | turbojax | turbo4 pages | 160 | 3.00x |"
-    assert lines[1].startswith("| llama3-8b 16 x 32k | FlashInfer, tensor cores | e4m3 pages | 320")
-    assert lines[2].endswith("| cuDNN through jax | bfloat16 | 480 | 1.00x |")
+    assert lines[0] == "| llama3-8b 16 x 32k | turbojax | turbo4 pages | 160 | 165 | 3.00x |"
+    assert lines[1].startswith(
+        "| llama3-8b 16 x 32k | FlashInfer, tensor cores | e4m3 pages | 320 | 325"
+    )
+    assert lines[2].endswith("| cuDNN through jax | bfloat16 | 480 | 485 | 1.00x |")
     assert "not run: it's not installed" in lines[3]
     assert len(lines) == len(group.cases)

@@ -36,8 +36,10 @@ from benchmarks.tables import Result, Row
 MODULE = "benchmarks.suites.peers.torch_rows"
 # What a process may need after the last row that it began in time.
 _PATIENCE_SECONDS = 20.0
-BASELINE = "bf16"
 _OURS, _PEER = "turbojax", "peer"
+# What rows are compared with: bfloat16 in jax. The name of products of XLA is that by which
+# `calls` knows what must be compiled alone.
+_EXACT, _PRODUCT = "exact", "bf16"
 
 METHODS = {
     # decode
@@ -59,7 +61,7 @@ METHODS = {
     # prefill and training
     "cudnn": ("cuDNN through jax", "bfloat16"),
     "e4m3-cudnn": ("cuDNN through jax", "e4m3, quantized before"),
-    "attention-mgpu": ("jax's Mosaic GPU kernel", "bfloat16"),
+    "attention-mgpu": ("jax's Mosaic GPU kernel", "float16"),
     "flashinfer-fa3": ("FlashInfer, FA3", "bfloat16"),
     "flashinfer-fa3-fp8": ("FlashInfer, FA3", "e4m3, quantized before"),
     "sageattention": ("SageAttention 1", "int8 and float16"),
@@ -112,7 +114,7 @@ def _with_peers(group: Group, cases: list[Case], peers: tuple[str, ...]) -> Grou
 def _call(call: AttentionCall) -> Call:
     """A call of the attention suites as one of the others."""
     amounts = (call.work.amount, 0.0) if call.work.is_bytes else (0.0, call.work.amount)
-    return Call(call.function, call.arguments, Needs(*amounts, BASELINE), errors=call.error)
+    return Call(call.function, call.arguments, Needs(*amounts, "bf16"), errors=call.error)
 
 
 def _attention(operation: Operation, shape: Shape, method: str, choice: Any, family: str) -> Case:
@@ -129,7 +131,7 @@ def decoding(shape: Shape, *, with_all: bool = True) -> Group:
     """A token of each sequence; all but cuDNN and torch hold `Problem`'s tokens, 27 fewer."""
     dense = functools.partial(_attention, decode.DECODE, shape)
     pages = paged.decode(Problem(shape), [(kind, None) for kind in ("turbo4", "fp8_e4m3", "auto")])
-    cases = [dense("cudnn-full", "short", BASELINE), dense("turbo-4bit", "default", _OURS)]
+    cases = [dense("cudnn-full", "short", _EXACT), dense("turbo-4bit", "default", _OURS)]
     cases += _taken(pages, turbo4=_OURS, fp8_e4m3=_OURS, auto=_OURS)
     peers = ("flashinfer-bf16", "flashinfer-fp8", "torch-flash", "torch-flex")
     if with_all:
@@ -142,7 +144,7 @@ def decoding(shape: Shape, *, with_all: bool = True) -> Group:
 def prompts(shape: Shape) -> Group:
     within = functools.partial(_attention, prefill.PREFILL, shape)
     cases = [
-        within("cudnn", "hopper", BASELINE),
+        within("cudnn", "hopper", _EXACT),
         within("turbo-default", "default", _OURS),
         within("e4m3-cudnn", "hopper", _PEER),
         Case("attention-mgpu", None, _PEER, functools.partial(_attention_mgpu, shape)),
@@ -156,33 +158,33 @@ def prompts(shape: Shape) -> Group:
 def _attention_mgpu(shape: Shape, arrays: Arrays) -> Call:
     """FlashAttention-3 as jax ships it, with the largest of its example's tiles that fits.
 
-    It takes no scale: the queries are scaled before.
+    It takes no scale, so the queries are scaled before, and as of jax 0.11 float16 alone.
     """
     require_gpu("jax's Mosaic GPU kernel")
     from jax.experimental.pallas.ops.gpu import attention_mgpu as kernel
 
     exact = prefill.cases(shape, "default")[0].build(arrays.get(prefill.Inputs, shape))
-    query, key, value = exact.arguments
+    query, key, value = (x.astype(jnp.float16) for x in exact.arguments)
     tiles = {"block_q": 64, "block_kv": 128, "max_concurrent_steps": 2}
     config = kernel.TuningConfig(**tiles, causal=shape.is_causal)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return kernel.attention(q, k, v, config)
 
-    given = query * jnp.asarray(shape.heads.dim**-0.5, query.dtype), key, value
+    given = query * jnp.float16(shape.heads.dim**-0.5), key, value
     return _call(dataclasses.replace(exact, function=attend, arguments=given))
 
 
 def training(shape: Shape) -> Group:
     both = functools.partial(_attention, prefill.TRAINING, shape)
-    cases = [both("cudnn", "default", BASELINE), both("turbo-default", "default", _OURS)]
+    cases = [both("cudnn", "default", _EXACT), both("turbo-default", "default", _OURS)]
     peers = ("torch-flash", "torch-cudnn", "torch-flex")
     return _with_peers(Group("training", shape.label, shape.facts, ()), cases, peers)
 
 
 def products(size: int, outputs: int, tokens: int) -> Group:
     group = fireq.matmul(size, outputs, tokens, implementations=(None,))
-    families = {BASELINE: BASELINE, "fp8": _PEER, "jax-int8": _PEER}
+    families = {"bf16": _PRODUCT, "fp8": "fp8", "jax-int8": _PEER}
     cases = _taken(group, **families, **{"int4-activations": _OURS, "w4a16": _OURS})
     peers = ("torch-int4", "gemlite-a16w4", "bitsandbytes-nf4", "torch-scaled-mm", "gemlite-a8w4")
     return _with_peers(group, cases, peers)
@@ -191,14 +193,14 @@ def products(size: int, outputs: int, tokens: int) -> Group:
 def latents(shape: latent.Shape) -> Group:
     group = latent.decoding(shape, implementations=(None,))
     names = {"fp8_e4m3": "latent-fp8", "turbo4": "latent-turbo4"}
-    cases = _taken(group, bf16=BASELINE, **dict.fromkeys(("bfloat16", *names), _OURS))
+    cases = _taken(group, bf16=_EXACT, **dict.fromkeys(("bfloat16", *names), _OURS))
     cases = [dataclasses.replace(c, method=names.get(c.method, c.method)) for c in cases]
     return _with_peers(group, cases, ("flashinfer-mla",))
 
 
 def experts_products(p: experts.Product, tokens: int) -> Group:
     group = experts.product(p, tokens, implementations=(None,))
-    cases = _taken(group, bf16=BASELINE, fp8=_PEER, int4=_OURS)
+    cases = _taken(group, bf16=_PRODUCT, fp8="fp8", int4=_OURS)
     return _with_peers(group, cases, ("torch-grouped-mm",))
 
 
@@ -316,7 +318,11 @@ _NAMES = (
     ("what", lambda row: METHODS[row["method"]][0]),
     ("numbers", lambda row: METHODS[row["method"]][1]),
 )
-_COLUMNS = (tables.US, *tables.over({BASELINE: "over bf16"}))
+_COLUMNS = (
+    tables.US,
+    ("wall, us", tables.significant("wall_us")),
+    ("over bfloat16 in jax", lambda row: tables.times(*row["speedup_over"].values())),
+)
 
 
 def table(result: Result) -> str:
@@ -342,7 +348,7 @@ SUITE = Suite(
     groups=_groups,
     quick_groups=_quick_groups,
     run=run,
-    with_ratios=over_baselines(dict.fromkeys(_TITLES, (BASELINE,))),
+    with_ratios=over_baselines(dict.fromkeys(_TITLES, (_EXACT, _PRODUCT))),
     formats=None,
     environment={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
     tables={"peers": tables.section(table, note=_versions)},
