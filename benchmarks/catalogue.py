@@ -8,6 +8,7 @@ from benchmarks.suites.attention import suite as attention
 from benchmarks.suites.fireq import suite as fireq
 from benchmarks.suites.paged import suite as paged
 from benchmarks.suites.parallel import suite as parallel
+from benchmarks.suites.peers import suite as peers
 from benchmarks.suites.pooled import suite as pooled
 from benchmarks.suites.serving import suite as serving
 from benchmarks.suites.verdict import suite as verdict
@@ -34,6 +35,7 @@ SUITES = {
         loading.SUITE,
         verdict.SUITE,
         latency.SUITE,
+        peers.SUITE,
     )
 }
 

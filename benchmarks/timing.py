@@ -109,16 +109,36 @@ def alone() -> Iterator[None]:
     if _is_alone or not _locks.EXIST:
         yield
         return
-    import fcntl
-
-    path = Path(tempfile.gettempdir()) / f"turbojax-benchmarks-{getpass.getuser()}.lock"
-    with path.open("a", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed
+    with _locked(shared=False):
         _is_alone = True
         try:
             yield
         finally:
             _is_alone = False
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[None]:
+    """While no process of this user measures; several may make what they need at the same time.
+
+    `alone` must not be entered inside.
+    """
+    if _is_alone or not _locks.EXIST:
+        yield
+        return
+    with _locked(shared=True):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(*, shared: bool) -> Iterator[None]:
+    import fcntl
+
+    path = Path(tempfile.gettempdir()) / f"turbojax-benchmarks-{getpass.getuser()}.lock"
+    with path.open("a", encoding="utf-8") as lock:
+        # Given back when the file is closed.
+        fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        yield
 
 
 def _measure_call(call: Rotation, repetitions: int | None) -> Timing:

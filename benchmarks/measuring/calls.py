@@ -161,7 +161,7 @@ class _Compiled:
     def __init__(self, case: Case, arrays: Arrays) -> None:
         self.error: Exception | None = None
         try:
-            with timing.alone():
+            with timing.beside():
                 self.call = case.build(arrays)
                 jax.block_until_ready((self.call.arguments, self.call.against))
         except Exception as error:

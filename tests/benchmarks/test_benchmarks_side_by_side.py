@@ -154,3 +154,26 @@ def test_alone_inside_alone():
         pass
     with timing.alone():
         pass
+
+
+def test_several_prepare_at_once_but_not_while_one_measures(tmp_path, monkeypatch):
+    """The lock's file is opened anew each time, so that one process stands for two."""
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(timing.tempfile, "gettempdir", lambda: str(tmp_path))
+
+    def is_free(how):
+        with next(iter(tmp_path.iterdir())).open("a") as lock:
+            try:
+                fcntl.flock(lock, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
+
+    with timing.beside():
+        assert is_free(fcntl.LOCK_SH)
+        assert not is_free(fcntl.LOCK_EX)
+    with timing.alone():
+        assert not is_free(fcntl.LOCK_SH)
+        with timing.beside():  # as `alone` inside `alone`
+            pass
+    assert is_free(fcntl.LOCK_EX)

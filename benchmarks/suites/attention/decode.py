@@ -126,7 +126,9 @@ def _kivi(inputs: Inputs, bits: int) -> Call:
     )
 
 
-def turbo(inputs: Inputs, config: tj.TurboConfig, implementation: str, queries: int = 1) -> Call:
+def turbo(
+    inputs: Inputs, config: tj.TurboConfig, implementation: str | None, queries: int = 1
+) -> Call:
     """The last `queries` tokens of the inputs, with a `ProgressiveCache` of this config."""
     if implementation == "xla" and timing.on_gpu():
         tokens = inputs.shape.batch * inputs.shape.tokens
@@ -147,7 +149,7 @@ def cases(shape: Shape, choice: Choice) -> list[Case]:
     """The rows of one shape, what others are compared with first.
 
     ``"thorough"``: also 3 and 2 bits, other softmaxes, and KIVI at 2 bits. ``"hopper"``: all widths
-    in Hopper's kernel and cuDNN.
+    in Hopper's kernel and cuDNN. ``"default"``: 4 bits as a call without options has it, and cuDNN.
     """
     thorough = choice == "thorough"
     configs = turbo_configs(shape.heads.kv)
@@ -157,10 +159,12 @@ def cases(shape: Shape, choice: Choice) -> list[Case]:
     ]
     names = list(configs) if choice in ("thorough", "hopper") else ["4bit", "2/4bit"]
 
-    def ours(method: str, config: tj.TurboConfig, implementation: str = "triton") -> Case:
+    def ours(method: str, config: tj.TurboConfig, implementation: str | None = "triton") -> Case:
         build = functools.partial(turbo, config=config, implementation=implementation)
         return Case(method, implementation, build)
 
+    if choice == "default":
+        return [*rows, ours("turbo-4bit", configs["4bit"], None)]
     if choice.startswith("hopper"):
         if choice == "hopper-short":
             names, rows = names[:1], rows[1:]  # the mask only costs cuDNN time

@@ -299,13 +299,15 @@ def _cudnn_both(inputs: TrainingInputs) -> Call:
     return _both(inputs, exact_of(inputs.shape, "cudnn"), "bf16", "float")
 
 
-def _turbo_both(inputs: TrainingInputs, config: tj.TurboConfig) -> Call:
+def _turbo_both(
+    inputs: TrainingInputs, config: tj.TurboConfig, implementation: str | None = "mosaic_gpu"
+) -> Call:
     attend = functools.partial(
         tj.turbo_attention,
         config=config,
         is_causal=inputs.shape.is_causal,
         local_window_size=inputs.shape.local_window,
-        implementation="mosaic_gpu",
+        implementation=implementation,
     )
     return _both(inputs, attend, config.mode, config.gradient, block=config.block_kv)
 
@@ -316,6 +318,9 @@ def training_cases(shape: Shape, choice: Choice) -> list[Case]:
     if choice == "hopper":
         modes += [("int8_fp8", "float"), ("int8_fp8", "8bit"), ("int8", "8bit")]
     rows = [Case("cudnn", None, _cudnn_both)]
+    if choice == "default":
+        build = functools.partial(_turbo_both, config=tj.TurboConfig(), implementation=None)
+        return [*rows, Case("turbo-default", None, build)]
     for mode, gradient in modes:
         config = tj.TurboConfig(mode=mode, softmax="exact", gradient=gradient)
         build = functools.partial(_turbo_both, config=config)
