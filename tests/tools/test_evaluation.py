@@ -160,9 +160,9 @@ def test_what_decodes_is_what_repeats(model, monkeypatch):
     """Exact caches and those that are dequantized: cuDNN, which would be chosen, does not."""
     asked, choose = [], api._choose_decode
 
-    def recorded(implementation, *rest, **more):
-        asked.append(implementation)
-        return choose(implementation, *rest, **more)
+    def recorded(query, cache, options, **more):
+        asked.append(options.implementation)
+        return choose(query, cache, options, **more)
 
     monkeypatch.setattr(api, "_choose_decode", recorded)
     windows = tokens()[:1, :35]  # a size of its own, so that programs are traced here
