@@ -176,7 +176,6 @@ class Work:
     count: Int  # how many groups the warpgroup has
     row: Int  # number of its rows among those of the program
     split: Int  # its number among the program's warpgroups that share rows
-    part: Int  # the program's number in its cluster
     is_real: lane.Bool  # whether the rows exist
 
     @classmethod
@@ -194,7 +193,6 @@ class Work:
             end - begin,
             row,
             split,
-            ids[1],
             tile < a.tiles,
         )
 
