@@ -189,6 +189,7 @@ def test_a_merge_of_one_part_changes_no_bit(kv_dtype, kernel):
         ("turbo4", 128, 1, {}),
         ("turbo4", 64, 3, {"window": (700, 0)}),
         ("turbo4", 256, 4, {"logits_soft_cap": 20.0}),
+        ("turbo4", 128, 4, {}),
         ("fp8_e4m3", 128, 1, {"window": (100, 0)}),
         ("fp8_e5m2", 64, 4, {}),
         ("fp8_e4m3", 256, 2, {}),

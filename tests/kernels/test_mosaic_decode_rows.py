@@ -275,13 +275,60 @@ def test_every_code_scale_and_zero_is_exact(here, bits):
         s, z = (warp.Int(x.astype(np.int8).view(np.uint32)[:, 0]) for x in at[:2])
         for run in range(8 // bits):
             word = warp.Int((at[2].astype(np.uint8) << (bits * run)).view(np.uint32)[:, 0])
-            boost = warp.half.constant(operands._boost(bits, run))
-            channels = operands._channels(s, z, boost)
+            boost = operands._boost(bits, run)
+            boosts = tuple(warp.half.constant(x) for x in (boost, 1 / boost))
+            channels = operands._channels(s, z, boosts, False)
             pairs = operands.dequantized(
                 operands.code_pairs(word, bits, run), channels[:2], channels[2:]
             )
-            got = np.stack([x.value[:, None].view(np.float16) for x in pairs], 2).reshape(32, 4)
-            np.testing.assert_array_equal(got.astype(np.float64) * 2**13, (at[2] + at[1]) * at[0])
+            want = (at[2] + at[1]) * at[0]
+            np.testing.assert_array_equal(numbers(pairs) / operands.UNIT, want)
+
+
+def numbers(pairs):
+    """What two words of float16 stand for, in the order of the bytes that they were made of."""
+    found = np.stack([x.value[:, None].view(np.float16) for x in pairs], 2)
+    return found.reshape(32, 4).astype(np.float64)
+
+
+@pytest.mark.parametrize("run", [0, 1])
+def test_queries_times_scales_of_four_bits_are_exact(here, run):
+    """Every code of a query times every scale that there is, and zeros and codes as they are."""
+    boosts = tuple(warp.half.constant(x) for x in (16.0**-run, 16.0**run))
+    codes = np.resize(np.arange(16, dtype=np.uint8), (32, 4))
+    word = warp.Int((codes << (4 * run)).view(np.uint32)[:, 0])
+    zeros = np.resize(np.arange(-127, 128, dtype=np.int8), (32, 4))
+    query = np.resize(np.arange(-119, 120), (32, 4))
+    pairs = [
+        warp.half.pack(*(warp.Float(query[:, i].astype(np.float32)) for i in (first, first + 2)))
+        for first in (0, 1)
+    ]
+    for scale in range(1, 17):
+        s, z = (warp.Int(x.view(np.uint32)[:, 0]) for x in (np.full_like(zeros, scale), zeros))
+        channels = operands._channels(s, z, boosts, True)
+        scaled = [warp.half.multiply(x, own) for x, own in zip(pairs, channels, strict=False)]
+        stored = operands.code_pairs(word, 4, run)
+        for found, want in ((stored, codes), (channels[2:], zeros)):
+            got = numbers(scaled) * numbers(found) / operands.UNIT
+            np.testing.assert_array_equal(got, query * scale * want.astype(np.float64))
+
+
+def test_bytes_of_values_do_not_reach_into_each_other(here):
+    """All that a channel may hold: every scale and zero with the codes that stay within int8."""
+    for bits in (2, 4):
+        shape = Shape(64, 64, bits, bits, 16)
+        for scale in range(1, 80):
+            for zero in range(-127, 128):
+                codes = np.arange(2**bits)
+                codes = codes[np.abs((codes + zero) * scale) <= 127].astype(np.uint8)
+                if not len(codes):
+                    continue
+                word = warp.Int(np.resize(codes, (32, 4)).view(np.uint32)[:, 0])
+                offset = warp.integer((scale * zero + 128) % 2**32) * 0x01010101
+                found = operands.value_words(shape, [word], (warp.integer(scale), offset))[0]
+                got = found.value[:, None].view(np.uint8).astype(np.int64) - operands.VALUE_OFFSET
+                want = (np.resize(codes, (32, 4)).astype(np.int64) + zero) * scale
+                np.testing.assert_array_equal(got, want)
 
 
 # Whole programs -----------------------------------------------------------------------------------

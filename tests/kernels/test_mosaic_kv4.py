@@ -151,7 +151,7 @@ def attend(lane, query, cache, *, block=64, real=None, **options):
         state = inputs.State.empty(s.tiles, dim // 8)
         for first, memory in blocks_of(cache, b, head, s):
             place = warp.Pointer(memory), warp.integer(first)
-            state = state.joined(kernel._attend(place, at, loaded, lane, products, s))
+            state = state.joined(kernel._attend(place, at, loaded, lane, products, True, s))
         o, m, l = np.full((s.rows, dim), np.inf), np.zeros(s.rows), np.zeros(s.rows)
         for tile in range(s.tiles):
             for c, x in zip(channels, state.outputs[tile], strict=True):

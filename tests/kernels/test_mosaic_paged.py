@@ -26,6 +26,7 @@ from pallas_kernels.mosaic.hopper.paged import (
     merge,
     rotation,
     turbo4,
+    turbo4_rows,
     unpack,
 )
 from tests.grids import pairwise
@@ -150,7 +151,7 @@ def test_few_rounds_of_programs_of_8_bit_pages_are_taken_in_pairs(kind, batch, t
 
 @pytest.mark.parametrize("is_split", [False, True])
 def test_both_ways_lower(is_split):
-    text = lower("turbo4", launch=mosaic_gpu.Launch(is_split))
+    text = lower("turbo4", tokens=4, launch=mosaic_gpu.Launch(is_split))
     assert "turbojax_paged_hopper" in text
     assert "turbojax_paged_merge_hopper" in text
 
@@ -214,6 +215,7 @@ def lanes(monkeypatch):
         kernel,
         rotation,
         turbo4,
+        turbo4_rows,
         unpack,
     )
     for module in (frame, *modules):
@@ -323,21 +325,25 @@ def run(lane, s, blocks, query, length, query_length, key_scale=None):
     channel_of = kernel.channel_of(s)
     products = kernel.products_of(a.head_dim, s)
     loaded = kernel._load_query(a, at, lane, products, None, s)
-    state = inputs.State.empty(s.tiles, a.head_dim // 8)
+    state = inputs.State.empty(s.entries, s.outputs(a.head_dim))
     for i, memory in enumerate(blocks):
         place = warp.Pointer(memory.copy()), warp.integer(i * s.block)
-        state = state.joined(kernel._attend(place, at, loaded, lane, products, s))
-        state = inputs.State.of(state.flat(), s.tiles)
+        is_whole = s.window is None and (i + 1) * s.block <= length - query_length + 1
+        is_masked = not (s.has_rows and is_whole)
+        state = state.joined(kernel._attend(place, at, loaded, lane, products, is_masked, s))
+        state = inputs.State.of(state.flat(), s.entries)
+    if s.has_rows:
+        state = turbo4_rows.existing(state, loaded)
     out = np.full((s.rows, a.head_dim), np.nan)
     maxima, totals = np.zeros(s.rows), np.zeros(s.rows)
-    g, t = warp.LANES // 4, warp.LANES % 4
-    for tile in range(s.tiles):
-        for i, x in enumerate(state.outputs[tile]):
+    for entry in range(s.entries):
+        row, writes = s.row(entry, lane).value.astype(np.int64), s.writes(lane).value
+        for i, x in enumerate(state.outputs[entry]):
             channel = channel_of(i, lane, a.head_dim).value.astype(np.int64)
-            assert np.all(np.isnan(out[4 * tile + t, channel])), "a channel is written twice"
-            out[4 * tile + t, channel] = x.value
-        maxima[4 * tile + t[g == 0]] = state.maxima[tile].value[g == 0]
-        totals[4 * tile + t[g == 0]] = state.totals[tile].value[g == 0]
+            assert np.all(np.isnan(out[row, channel])), "a channel is written twice"
+            out[row, channel] = x.value
+        maxima[row[writes]] = state.maxima[entry].value[writes]
+        totals[row[writes]] = state.totals[entry].value[writes]
     return out, maxima, totals
 
 
@@ -497,6 +503,29 @@ def test_several_queries_see_what_they_may(lanes, kind, options):
     # Two heads of three tokens, of which two are real, fill six rows of eight.
     query = normal(rng, kind, (1, 3, 2, 128))
     compare(lanes, s, blocks, query, 71, 2)
+
+
+@pytest.mark.quick(2, slow=0)
+@pytest.mark.parametrize("is_spoiled", [False, True])
+@pytest.mark.parametrize(("head_dim", "block"), [(128, 64), (64, 64), (256, 32)])
+@pytest.mark.parametrize("options", [{}, {"window": (20, 0)}, {"window": (9, 2), "soft_cap": 3.0}])
+def test_queries_as_rows_have_the_bits_of_queries_as_columns(
+    lanes, options, head_dim, block, is_spoiled
+):
+    """Of 16 queries a program's products have queries as rows, of fewer as columns."""
+    rng = np.random.default_rng(0)
+    rows, columns = (settings("turbo4", rows=n, block=block, **options) for n in (16, 4))
+    assert (rows.has_rows, columns.has_rows) == (True, False)
+    blocks = [random_block(rng, "turbo4", block, head_dim)[0] for _ in range(3)]
+    for side in (0, 1):
+        norms_of(blocks[1], rows, head_dim, side)[side] = np.nan if is_spoiled else 1
+    query = normal(rng, "turbo4", (1, 4, 4, head_dim))
+    query[0, 1, 2, 3], length = np.nan, 3 * block - 9
+    together = run(lanes, rows, blocks, query, length, 3)
+    for head in range(4):
+        alone = run(lanes, columns, blocks, query[:, :, head : head + 1], length, 3)
+        for all_rows, own in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(all_rows[4 * head : 4 * head + 4], own)
 
 
 @pytest.mark.quick(4, slow=0)

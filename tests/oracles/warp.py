@@ -303,6 +303,11 @@ def permute_bytes(a, b, selector):
     return Int(byte.view(np.uint32)[:, 0])
 
 
+def signed_byte(x, index):
+    sign = 8 + index
+    return permute_bytes(x, 0, index | (sign << 4) | (sign << 8) | (sign << 12))
+
+
 def _bytes(word):
     """Signed bytes ``[32, 4]``."""
     return word.value[:, None].view(np.int8).astype(np.int64)
@@ -356,6 +361,10 @@ def held(x):
 
 def uniform(x):
     return from_lane(x, integer(0))
+
+
+def elected():
+    return Bool(LANES == 0)
 
 
 def thread():
@@ -424,7 +433,7 @@ def among_four(x, op):
     return reduce_lanes(x, op, (1, 2))
 
 
-def _product(a, b, c, unpack, depth):
+def _product(a, b, c, unpack, depth, unpack_right=None):
     """A product of tiles whose words hold `depth` numbers each; lane ``4 g + t``."""
     g, t = LANES // 4, LANES % 4
     left, right = np.zeros((16, 8 * depth)), np.zeros((8 * depth, 8))
@@ -433,7 +442,7 @@ def _product(a, b, c, unpack, depth):
     for i, word in enumerate(a):
         left[row + 8 * (i % 2), 4 * depth * (i // 2) + column] = unpack(word)
     for i, word in enumerate(b):
-        right[4 * depth * i + column, row] = unpack(word)
+        right[4 * depth * i + column, row] = (unpack_right or unpack)(word)
     for i, start in enumerate(c):
         out[g + 8 * (i // 2), 2 * t + i % 2] = start
     with np.errstate(all="ignore"):
@@ -441,9 +450,10 @@ def _product(a, b, c, unpack, depth):
     return [out[g + 8 * (i // 2), 2 * t + i % 2] for i in range(4)]
 
 
-def matmul(a, b, c):
+def matmul(a, b, c, right="s8"):
     """Of int8: ``[16, 32] x [32, 8]``."""
-    return [Int(x) for x in _product(a, b, [_signed(x) for x in c], _bytes, 4)]
+    of_right = {"s8": _bytes, "u8": lambda word: word.value[:, None].view(np.uint8)}[right]
+    return [Int(x) for x in _product(a, b, [_signed(x) for x in c], _bytes, 4, of_right)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import gpu as _gpu
+from jaxlib.mlir.dialects import nvvm as _nvvm
 
 from pallas_kernels.mosaic.lane.numbers import (
     Bool,
@@ -21,7 +22,7 @@ from pallas_kernels.mosaic.lane.numbers import (
     number_of,
 )
 
-gpu = cast(Any, _gpu)
+gpu, nvvm = cast(tuple[Any, ...], (_gpu, _nvvm))
 
 # Added to float32 below 2**22 it leaves their integer, rounded half to even, in the low bits.
 ROUNDER = 12582912.0
@@ -174,15 +175,15 @@ def dot4(a: Int, b: Int, c: Int) -> Int:
     return assembly("dp4a.s32.s32 $0, $1, $2, $3;", a, b, c)
 
 
-def matmul(a: Sequence[Int], b: Sequence[Int], c: Sequence[Int]) -> list[Int]:
-    """A warp's product of int8: ``[16, 32] x [32, 8] + [16, 8]``.
+def matmul(a: Sequence[Int], b: Sequence[Int], c: Sequence[Int], right: str = "s8") -> list[Int]:
+    """A warp's product of int8: ``[16, 32] x [32, 8] + [16, 8]``; with `right` ``"u8"`` of uint8.
 
     Lane ``4 g + t`` holds four bytes a word of `a`, rows g and g + 8 from column ``4 t`` on, then
     both from ``16 + 4 t`` on; of `b` column g, from row ``4 t`` and from ``16 + 4 t`` on; of `c`
     row g at columns ``2 t`` and ``2 t + 1``, then row g + 8.
     """
     text = (
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        f"mma.sync.aligned.m16n8k32.row.col.s32.s8.{right}.s32 "
         "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
     )
     result = llvm.StructType.get_literal([i32()] * 4)
@@ -255,6 +256,15 @@ def ballot(condition: Bool) -> Int:
     bit = condition.where(integer(1), 0)
     text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
     return Int(asm(i32(), [bit.value], text, "=r,r", effects=True))
+
+
+def elected() -> Bool:
+    """Whether this lane is the one that its warp chose, all of whose lanes must ask.
+
+    The compiler knows that there is one alone: a copy that it starts is a third of the instructions
+    of one that a lane with some number starts.
+    """
+    return Bool(nvvm.elect_sync())
 
 
 def thread() -> Int:

@@ -24,6 +24,8 @@ _PLAIN_DTYPES = ("bfloat16", "float16")
 MOST_QUERY_ROWS = 64
 # Where a program takes few tokens, its results are as large as what it reads.
 MOST_SPLIT_ROWS = 16
+# Query rows that a program with a part of turbo4 pages takes, if there are more than half of it.
+_FULL_ROWS = 16
 # Fewer programs than this, each with a part, leave half of an H100 idle.
 FEW_PROGRAMS = 64
 
@@ -238,6 +240,7 @@ def settings_of(
     centroids: tuple[int, ...] = ()
     middle, unit = 0.0, 1.0
     if cache.kv_dtype == "turbo4":
+        rows = rows if launch.is_split or rows <= _FULL_ROWS // 2 else _FULL_ROWS
         table, middle, step = polar.integer_centroids(4)
         centroids, unit = tuple(table), step / math.sqrt(cache.head_dim)
     return kernel.Settings(

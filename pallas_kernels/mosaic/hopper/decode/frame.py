@@ -1,5 +1,6 @@
 """The frame of the decode kernels: their call, a program's body, and the merge of its results."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -248,6 +249,11 @@ def copies_of(
     return start_words if s.copies_words else start
 
 
+def copying(s: Settings) -> Any:
+    """The lanes of a warp that call `copies_of`'s function: all, or one that they elect."""
+    return contextlib.nullcontext() if s.copies_words else lane.when(lane.elected())
+
+
 _GRID, _CLUSTER = ("tile", "part", "pair"), ("member",)
 
 
@@ -358,6 +364,7 @@ def call(
     out: list[Any] = [((*parts, head_dim), jnp.float32), (parts, jnp.float32), (parts, jnp.float32)]
     if s.parts == 1:
         out = [(query.shape, result.dtype), (query.shape[:3], jnp.float32)]
+    cluster: dict[str, Any] = {"cluster": (s.cluster,), "cluster_names": _CLUSTER}
     run = warp.launch(
         functools.partial(kernel, s=s),
         name,
@@ -365,7 +372,7 @@ def call(
         dict(zip(_GRID, (pl.cdiv(rows, s.rows), s.parts, pairs), strict=True)),
         s,
         head_dim,
-        **({} if s.copies_words else {"cluster": (s.cluster,), "cluster_names": _CLUSTER}),
+        **({} if s.copies_words else cluster),
     )
     results = run(query, key, value, *lengths)
     if s.parts == 1:

@@ -113,7 +113,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) ->
 
     def refill(unit: Int, slot: Pointer, barrier: Pointer, _: Any) -> None:
         later = unit + warps * s.stages
-        with lane.when(later < stop if s.copies_words else leader & (later < stop)):
+        with lane.when(later < stop), frame.copying(s):
             start_copy(later, slot, barrier)
 
     carry = [*State.empty(shape).flat(), *block_scales(first)]

@@ -1,13 +1,14 @@
 """What one warp computes of one cache block for 16 or 32 queries: scores, softmax, weighted values.
 
-Products are of 16 rows, 8 columns and 16 in between, with float16 operands and float32 sums. Rows
-are queries in both; columns are tokens in the first and channels in the second. Lane ``4 g + t``
-holds of a result rows ``g`` and ``g + 8``, columns ``2 t`` and ``2 t + 1``. So the weights that a
-lane computes are, as pairs, its operand of the second product. Which token or channel a column
-stands for is free to choose: as `Tokens` and `operands.channel_of` have it, two columns of a lane
-are two codes of one word, 16 bits apart.
+Products are of 16 rows and 8 columns: that of queries and keys of 16 channels at a time, with
+float16 operands and float32 sums; that of weights and values of 32 tokens, in bytes. Rows are
+queries in both; columns are tokens in the first and channels in the second. Lane ``4 g + t`` holds
+of a result rows ``g`` and ``g + 8``, columns ``2 t`` and ``2 t + 1``. So the weights that a lane
+computes are, as bytes, its operand of the second product. Which token or channel a column stands
+for is free to choose: as `Tokens` and `operands.channel_of` have it, the columns of two tiles in a
+lane are the four codes of one word.
 
-All numbers in the products are integers below 2**11 times a power of two, and sums are below
+All numbers in the first product are integers below 2**11 times a power of two, and sums are below
 2**24: nothing is rounded, and scores are those of `decode.block` to the bit.
 """
 
@@ -26,7 +27,7 @@ from pallas_kernels.mosaic.hopper.decode.types import (
     Shape,
     Width,
 )
-from pallas_kernels.mosaic.hopper.decode_rows.operands import UNIT
+from pallas_kernels.mosaic.hopper.decode_rows.operands import VALUE_OFFSET
 from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
 
 # Warps that share blocks --------------------------------------------------------------------------
@@ -37,7 +38,7 @@ from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
 
 def exchange_bytes(size: int, rows: int, block: int) -> int:
     """Shared memory in which a team's warps exchange maxima and weights."""
-    return 0 if size == 1 else size * rows * 4 + 2 * rows * block
+    return 0 if size == 1 else size * rows * 4 + rows * block
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,9 +93,8 @@ class Team:
 _HALVES = (0, 1)
 # The score of a token that a query may not see.
 _HIDDEN = float("-inf")
-# A weight's code is the low byte of a float32, of which the high byte makes the float16 14 plus a
-# 128th of it.
-_LOW_AND_HIGH, _LESS, _WEIGHT_UNIT = 0x7430, -14.0, 2.0**-7
+# `VALUE_OFFSET` taken from each of four values.
+_LESS = 0x01010101 * (256 - VALUE_OFFSET) - 2**32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -201,22 +201,31 @@ def scores(
     load: Callable[[int], Any],
     channels: Callable[[int], Any],
     pairs: Callable[[Any, int, Any], list[Int]],
+    is_scaled: bool,
 ) -> list[list[Float]]:
     """Scores of each of the lane's rows with the lane's tokens: integers times `UNIT`.
 
     There are `count` tiles of tokens. ``load(j)`` gives what is needed of the token of column `g`
     of tile `j`, ``channels(i)`` what is needed of 16 channels, and
-    ``pairs(load(j), i, channels(i))`` their operand words.
+    ``pairs(load(j), i, channels(i))`` their operand words. If `is_scaled`, these are codes:
+    ``channels(i)`` are then two words of scales and two of zeros.
     """
     tiles = shape.rows // 16
     at_once = min(count, 8 // tiles)
+    scaled: list[list[list[Int]]] = []
+    starts = [[lane.number(0.0)] * 4 for _ in range(tiles)]
+    if is_scaled:
+        scaled, starts = _scaled(shape, queries, here, channels)
     rows: list[list[Float]] = [[] for _ in range(2 * tiles)]
     for first in range(0, count, at_once):
         loaded = [load(first + j) for j in range(at_once)]
-        sums = [[[lane.number(0.0)] * 4 for _ in range(tiles)] for _ in loaded]
+        sums = [list(starts) for _ in loaded]
         for i in range(shape.head_dim // 16):
-            of_rows = [queries.words(tile, i, shape, here) for tile in range(tiles)]
-            of_channels = channels(i)
+            if is_scaled:
+                of_rows, of_channels = scaled[i], None
+            else:
+                of_rows = [queries.words(tile, i, shape, here) for tile in range(tiles)]
+                of_channels = channels(i)
             for token, own in zip(loaded, sums, strict=True):
                 words = pairs(token, i, of_channels)
                 for tile in range(tiles):
@@ -228,6 +237,29 @@ def scores(
     return rows
 
 
+def _scaled(
+    shape: Shape, queries: Queries, here: Place, channels: Callable[[int], list[Int]]
+) -> tuple[list[list[list[Int]]], list[list[Float]]]:
+    """Operand words of queries times scales, of each 16 channels and 16 rows; products with zeros.
+
+    ``channels(i)`` are two words of the scales and two of the zeros of 16 channels.
+    """
+    words, tiles = [], range(shape.rows // 16)
+    sums = [[lane.number(0.0)] * 4 for _ in tiles]
+    for i in range(shape.head_dim // 16):
+        given = channels(i)
+        own = [
+            [
+                lane.half.multiply(word, given[k // 2])
+                for k, word in enumerate(queries.words(tile, i, shape, here))
+            ]
+            for tile in tiles
+        ]
+        sums = [lane.half.matmul(x, given[2:], c) for x, c in zip(own, sums, strict=True)]
+        words.append(own)
+    return words, sums
+
+
 # Softmax -----------------------------------------------------------------------------------------
 
 
@@ -235,7 +267,7 @@ def scores(
 class Weights:
     """A block's softmax, by the lane's rows."""
 
-    # Operand words of each 16 rows, four for each 16 tokens; codes times `_WEIGHT_UNIT`.
+    # Operand words of each 16 rows, four for each 32 tokens.
     words: list[list[list[Int]]]
     maxima: list[Float]  # of the rows, ``-inf`` where nothing is seen
     totals: list[Float]  # this lane's part of the sums of weights
@@ -286,10 +318,10 @@ def softmax(
         maxima.append(top)
         nan_terms.append(nan)
         totals.append(lane.tree(p, operator.add))
-        codes.append([_pair(p[k : k + 2], n) for k in range(0, len(p), 2)])
+        codes.append([_codes(p[k : k + 4], n) for k in range(0, len(p), 4)])
     words = [
         [
-            [codes[tile + half][k + column] for column in (0, 1) for half in _HALVES]
+            [codes[tile + half][k + number] for number in (0, 1) for half in _HALVES]
             for k in range(0, len(codes[0]), 2)
         ]
         for tile in range(0, len(codes), 2)
@@ -329,11 +361,10 @@ def _visible(last: Int, tokens: Tokens, n: Numerics) -> list[Bool]:
     return out
 
 
-def _pair(p: list[Float], n: Numerics) -> Int:
-    """The codes of two weights, times `_WEIGHT_UNIT`, as float16."""
-    a, b = (lane.fma(x, INT8_RANGE / n.largest, lane.ROUNDER).as_int() for x in p)
-    constant = lane.half.constant
-    return lane.half.fma(lane.permute_bytes(a, b, _LOW_AND_HIGH), constant(1.0), constant(_LESS))
+def _codes(p: list[Float], n: Numerics) -> Int:
+    """The codes of four weights, in the order of their tokens: see `Tokens`."""
+    a, b, c, d = (lane.fma(x, INT8_RANGE / n.largest, lane.ROUNDER).as_int() for x in p)
+    return lane.pack_bytes([a, c, b, d])
 
 
 # Values ------------------------------------------------------------------------------------------
@@ -343,15 +374,16 @@ def add_block(
     shape: Shape,
     state: State,
     weights: Weights,
-    values: Callable[[int], list[list[Int]]],
+    values: Callable[[int], list[Int]],
     value_scale: Float,
     n: Numerics,
 ) -> State:
     """Adds a block's weighted values to the running softmax.
 
-    ``values(i)`` gives the operand words of column `g` of tile `i`, for each 16 tokens.
+    ``values(i)`` gives the operand words of column `g` of tile `i`, two for each 32 tokens, plus
+    `VALUE_OFFSET`.
     """
-    unit = value_scale * (n.largest / INT8_RANGE / (UNIT * _WEIGHT_UNIT))
+    unit = value_scale * (n.largest / INT8_RANGE)
     alphas, factors, maxima, totals = [], [], [], []
     for i, top in enumerate(weights.maxima):
         new = lane.maximum(state.maxima[i], top)
@@ -365,19 +397,24 @@ def add_block(
         maxima.append(new)
     outputs = _rescaled(state.outputs, alphas)
     tiles = shape.rows // 16
+    starts = [[lane.integer(0)] * 4 for _ in range(tiles)]
+    for tile, of_tile in enumerate(weights.words):
+        for words in of_tile:
+            starts[tile] = lane.matmul(words, [lane.integer(_LESS)] * 2, starts[tile])
     added: list[Float] = []
     for first in range(0, len(outputs) // (4 * tiles), 2):
         operands = [values(first + i) for i in (0, 1)]
-        sums = [[[lane.number(0.0)] * 4 for _ in range(tiles)] for _ in operands]
-        for k in range(shape.block // 16):
+        sums = [list(starts) for _ in operands]
+        for k in range(shape.block // 32):
             for own, words in zip(sums, operands, strict=True):
                 for tile in range(tiles):
-                    own[tile] = lane.half.matmul(weights.words[tile][k], words[k], own[tile])
+                    two = words[2 * k : 2 * k + 2]
+                    own[tile] = lane.matmul(weights.words[tile][k], two, own[tile], "u8")
         for own in sums:
             for tile, c in enumerate(own):
                 for i, x in enumerate(c):
                     before = outputs[len(added)]
-                    added.append(lane.fma(x, factors[2 * tile + i // 2], before))
+                    added.append(lane.fma(x.to_float(), factors[2 * tile + i // 2], before))
     return State(added, maxima, totals)
 
 

@@ -1,10 +1,10 @@
 """Decode for 9 and more queries of a KV head against packed codes, for Hopper.
 
-Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128, 4 bits, 8
-new tokens: 571 MB, 128 us on an H200; 1,750 instructions for a block of 64 tokens, where 2,300
-could be issued in the target; 1,660 of the matrix unit's clocks. Target: 1.15 times one token, 163
-us. Seen: 4 tokens 1.25 times, 8 tokens 2.0 (283 us). Instructions bound it: a scheduler issues one
-in every second clock.
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head dim 128, 4 bits: 571
+MB, 128 us on an H200; for a block of 64 tokens 980 instructions with 4 new tokens and 1,860 with 8,
+of which a multiprocessor issues two a clock, so 130 and 247 us. Target: 1.15 times one token, 161
+us. Seen: 4 tokens 149 us, 1.06 times; 8 tokens 247, 1.76. Memory bounds the first, instructions
+the second.
 
 Several new tokens (speculative decoding) or many query heads of a KV head: `hopper.decode` takes
 eight queries a program, and for more it reads and unpacks the blocks again. Here a program takes 16
@@ -44,12 +44,14 @@ from pallas_kernels.mosaic.hopper.decode_rows.operands import (
     channel_of,
     key_channels,
     key_pairs,
+    plain_value,
     prepare_keys,
     prepare_values,
+    scales_queries,
     scratch_bytes,
     signed_bytes,
     value_channels,
-    value_pairs,
+    value_words,
 )
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
@@ -129,6 +131,7 @@ class Products:
                 load,
                 lambda i: key_channels(scratch, i, here),
                 lambda words, i, channels: key_pairs(shape, words, i, channels),
+                scales_queries(shape),
             )
 
         found = self._scores(of_keys)
@@ -148,18 +151,18 @@ class Products:
             when_alone()
         own = self.team.member * (4 * fours)
 
-        def of_values(shape: Shape) -> Callable[[int], list[list[Int]]]:
-            of_four: dict[int, list[Int]] = {}
+        def of_values(shape: Shape) -> Callable[[int], list[Int]]:
+            of_four: dict[int, list[tuple[Int, Int]]] = {}
 
-            def values(number: int) -> list[list[Int]]:
+            def values(number: int) -> list[Int]:
                 four, which = divmod(number, 4)
                 if four not in of_four:
                     of_four.clear()
-                    of_four[four] = value_channels(scratch, four, here)
+                    of_four[four] = value_channels(shape, scratch, four, here)
                 channel = channel_of(number, here.g, shape.head_dim) + own
                 place = channel * shape.value_row + here.t * (shape.value_row // 4)
                 words = slot.at(place, offsets["value"]).words(shape.value_row // 16)
-                return value_pairs(shape, words, of_four[four], which)
+                return value_words(shape, words, of_four[four][which])
 
             return values
 
@@ -201,21 +204,22 @@ class Products:
                 load,
                 lambda _: None,
                 lambda words, i, _: signed_bytes(words[i]),
+                False,
             )
 
         found = self._scores(of_keys)
         weights = self._softmax(found, scales[0], at.compressed + begin, True)
         own = self.team.member * (a.head_dim // (8 * self.team.size))
 
-        def of_values(shape: Shape) -> Callable[[int], list[list[Int]]]:
+        def of_values(shape: Shape) -> Callable[[int], list[Int]]:
             groups: dict[int, list[list[Int]]] = {}
 
-            def values(number: int) -> list[list[Int]]:
+            def values(number: int) -> list[Int]:
                 four, which = divmod(number, 4)
                 if four not in groups:
                     groups.clear()
                     groups[four] = transposed(a, shape, value.at(own), four, here, row_of)
-                return [signed_bytes(words[which]) for words in groups[four]]
+                return [plain_value(words[which]) for words in groups[four]]
 
             return values
 
@@ -372,7 +376,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
         return [side.block_scale.at(index).float() for side in (a.key, a.value)]
 
     def copy_later(unit: Int, slot: Pointer, barrier: Pointer) -> None:
-        with lane.when(copies & (unit < stop)):
+        with lane.when(member.equals(0) & (unit < stop)), frame.copying(s):
             start_copy(unit, slot, barrier)
 
     def copy_to_slot_before(unit: Int) -> None:

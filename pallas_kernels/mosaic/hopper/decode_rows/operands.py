@@ -1,48 +1,45 @@
-"""Packed codes as float16 operands: ``(code + zero) * scale``, exactly.
+"""Packed codes as operands, exactly: of keys in float16, of values in bytes.
 
-A word of packed codes holds pairs of codes 16 bits apart. Masked where they lie, at bit `p` of each
-half, they are tiny float16 numbers, ``code * 2**(p - 24)``, and one instruction makes
-``code * scale + zero * scale`` of the two, times `UNIT`. These are integers of 8 bits with their
-sign, times a power of two: nothing is rounded. Scales and zeros as float16 pairs are made once a
-block, by all lanes of a warp together, in `scratch` in shared memory.
+A word of packed keys holds pairs of codes 16 bits apart. Masked where they lie, at bit `p` of each
+half, they are tiny float16 numbers, ``code * 2**(p - 24)``. Codes of 4 bits are operands as they
+are: the queries are multiplied by the channels' scales, once a block, which takes 11 bits. Of other
+codes one instruction makes ``code * scale + zero * scale``, two at a time, times `UNIT`. Either way
+scores are integers times `UNIT`: nothing is rounded.
+
+A word of packed values holds codes of one channel. One multiplication makes
+``code * scale + zero * scale + 128`` of four of them, bytes without a sign that do not reach into
+each other.
+
+Scales and zeros are prepared once a block, by all lanes of a warp together, in `scratch` in shared
+memory.
 """
 
 from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.hopper.decode.types import Place, Shape
 from pallas_kernels.mosaic.lane import Int, Pointer
 
-UNIT = 2.0**-13  # factor of dequantized codes, by which their 1 is a normal float16
+UNIT = 2.0**-19  # factor of scores, with which scaled queries are within float16's range
 _TINY = 2.0**-24
 # A byte below the upper bits of float16's 1,024 is that plus the byte.
 _BYTES, _OFFSET, _SIGN = 0x00FF00FF, 0x64006400, 0x80808080
 _SCALE = 32.0  # factor of the scales of codes at the highest position, 6
+_EVERY_BYTE, VALUE_OFFSET = 0x01010101, 128  # of values, added so that their bytes have no sign
 
 
 def scratch_bytes(head_dim: int) -> int:
-    """Shared memory of one side's scales and zeros of a block, as float16."""
-    return 4 * head_dim
-
-
-def _position(bits: int, run: int) -> tuple[int, int]:
-    """How far a run's codes are shifted up, and at which bit they are then.
-
-    At bit 0, two bits times a scale of up to 127 would leave float16's range.
-    """
-    up = 2 if bits == 2 and run == 0 else 0
-    return up, bits * run + up
+    """Shared memory of one side's scales and zeros of a block."""
+    return 8 * head_dim
 
 
 def _boost(bits: int, run: int) -> float:
     """The factor of scales for codes of this run, applied after `_SCALE`."""
-    return UNIT / (_TINY * _SCALE * 2.0 ** _position(bits, run)[1])
+    return UNIT / (_TINY * _SCALE * 2.0 ** (bits * run))
 
 
 def code_pairs(word: Int, bits: int, run: int) -> tuple[Int, Int]:
     """Codes of one run at the bits where they are: of bytes 0 and 2, and of bytes 1 and 3."""
-    up, position = _position(bits, run)
-    mask = ((2**bits - 1) << position) * 0x10001
-    even, odd = (word << up, word >> (8 - up)) if up else (word, word >> 8)
-    return even & mask, odd & mask
+    mask = ((2**bits - 1) << (bits * run)) * 0x10001
+    return word & mask, (word >> 8) & mask
 
 
 def dequantized(codes: tuple[Int, Int], scales: list[Int], zeros: list[Int]) -> list[Int]:
@@ -62,13 +59,29 @@ def _numbers(word: Int, shift: int, factor: float, less: int) -> Int:
     return lane.half.fma(x, constant(factor), constant(-(1024 + less) * factor))
 
 
-def _channels(scale: Int, zero: Int, boost: Int) -> list[Int]:
-    """Scales and zeros of four channels as operands of `dequantized`: two pairs of each."""
-    flipped, nothing = zero ^ (_SIGN - 2**32), lane.half.constant(-0.0)
+def scales_queries(shape: Shape) -> bool:
+    """Whether queries are multiplied by the scales of keys, and keys are not.
+
+    Of 4 bits scales are 16 at most, so that products with queries, 119 at most, are exact. More
+    than 16 queries would be as many products as keys are, and too many registers.
+    """
+    return shape.key_bits == 4 and shape.rows == 16
+
+
+def _channels(scale: Int, zero: Int, boosts: tuple[Int, Int], is_scaled: bool) -> list[Int]:
+    """Scales and zeros of four channels, two pairs of each.
+
+    They are operands of `dequantized`, or zeros are as codes are, and scales factors of queries.
+    `boosts` are the scales' factor and its inverse.
+    """
+    flipped, multiply = zero ^ (_SIGN - 2**32), lane.half.multiply
     scales = [_numbers(scale, shift, _SCALE, 0) for shift in (0, 8)]
     zeros = [_numbers(flipped, shift, UNIT / _SCALE, 128) for shift in (0, 8)]
-    zeros = [lane.half.fma(z, s, nothing) for z, s in zip(zeros, scales, strict=True)]
-    return [*(lane.half.fma(s, boost, nothing) for s in scales), *zeros]
+    of_zeros = [boosts[1]] * 2 if is_scaled else scales
+    return [
+        *(multiply(s, boosts[0]) for s in scales),
+        *(multiply(z, factor) for z, factor in zip(zeros, of_zeros, strict=True)),
+    ]
 
 
 # Keys: a word is four channels of a token --------------------------------------------------------
@@ -84,16 +97,23 @@ def prepare_keys(
         number = (here.g & (count - 1)) + first
         run = number & (runs - 1)
         offset = run * span + here.t * (span // 4) + (number // runs << 2)
-        boost = lane.half.constant(_boost(shape.key_bits, 0))
-        for i in range(1, runs):
-            other = lane.half.constant(_boost(shape.key_bits, i))
-            boost = run.equals(i).where(other, boost)
+        boosts = [_boost(shape.key_bits, i) for i in range(runs)]
+        boost, inverse = (_of_run(run, x) for x in (boosts, [1 / x for x in boosts]))
         scale, zero = (slot.at(offset, offsets[x]).word() for x in ("key_scale", "key_zero"))
-        scratch.at(((number << 2) + here.t) << 4).store_words(_channels(scale, zero, boost))
+        channels = _channels(scale, zero, (boost, inverse), scales_queries(shape))
+        scratch.at(((number << 2) + here.t) << 4).store_words(channels)
+
+
+def _of_run(run: Int, values: list[float]) -> Int:
+    """One of `values`, twice as float16."""
+    found = lane.half.constant(values[0])
+    for i, x in enumerate(values[1:], 1):
+        found = run.equals(i).where(lane.half.constant(x), found)
+    return found
 
 
 def key_channels(scratch: Pointer, number: int, here: Place) -> list[Int]:
-    """Two pairs of scales and two of zeros, for word and run `number` of a token."""
+    """Two pairs of scales and two of zeros, see `_channels`, for word and run `number`."""
     return scratch.at(here.t << 4, 64 * number).words(4)
 
 
@@ -101,6 +121,8 @@ def key_pairs(shape: Shape, words: list[Int], number: int, channels: list[Int]) 
     """Operand words `number` of a token."""
     word, run = divmod(number, 8 // shape.key_bits)
     codes = code_pairs(words[word], shape.key_bits, run)
+    if scales_queries(shape):
+        return list(codes)
     return dequantized(codes, channels[:2], channels[2:])
 
 
@@ -121,7 +143,6 @@ def prepare_values(
     `slot` holds the block, whose parts are at `offsets`; `before` is how many fours of channels
     other warps take of the same lane.
     """
-    boost = lane.half.constant(_boost(shape.value_bits, 0))
     for first in range(0, count, 4):
         number = (here.t & (count - 1)) + first
         offset = here.g * (shape.head_dim // 8) + ((number + before) << 2)
@@ -129,35 +150,36 @@ def prepare_values(
             lane.permute_bytes(slot.at(offset, offsets[x]).word(), 0, here.selector)
             for x in ("value_scale", "value_zero")
         )
-        scratch.at(((number << 3) + here.g) << 4).store_words(_channels(scale, zero, boost))
+        scales, zeros = ([lane.signed_byte(x, i) for i in range(4)] for x in (scale, zero))
+        place = scratch.at(((number << 3) + here.g) << 4)
+        place.store_words(scales)
+        place.at(4 * shape.head_dim).store_words(
+            [(s * z + VALUE_OFFSET) * _EVERY_BYTE for s, z in zip(scales, zeros, strict=True)]
+        )
 
 
-def value_channels(scratch: Pointer, number: int, here: Place) -> list[Int]:
-    """Two pairs of scales and two of zeros, for the lane's channels ``4 * number`` and on."""
-    return scratch.at(here.g << 4, 128 * number).words(4)
+def value_channels(
+    shape: Shape, scratch: Pointer, number: int, here: Place
+) -> list[tuple[Int, Int]]:
+    """Scale and offset of each of the lane's channels ``4 * number`` and on."""
+    place = scratch.at(here.g << 4, 128 * number)
+    return list(zip(place.words(4), place.at(4 * shape.head_dim).words(4), strict=True))
 
 
-def value_pairs(shape: Shape, words: list[Int], channels: list[Int], which: int) -> list[list[Int]]:
-    """Operand words of one of the lane's channels, for each of its words and runs.
-
-    `words` hold the channel's codes; it is number `which` of the four of `channels`, which
-    `value_channels` gives.
-    """
-    runs, bits = 8 // shape.value_bits, shape.value_bits
-    scales, zeros = channels[:2], channels[2:]
-    zero = [lane.half.twice(zeros[which & 1], which >> 1)] * 2
-    of_runs = []
-    for run in range(runs):
-        less = _boost(bits, run) / _boost(bits, 0)
-        scale = scales[which & 1]
-        if less != 1:
-            scale = lane.half.fma(scale, lane.half.constant(less), lane.half.constant(-0.0))
-        of_runs.append([lane.half.twice(scale, which >> 1)] * 2)
+def value_words(shape: Shape, words: list[Int], channel: tuple[Int, Int]) -> list[Int]:
+    """Operand words of a channel, for each of its `words` and runs, plus `VALUE_OFFSET`."""
+    scale, offset = channel
+    mask, bits = (2**shape.value_bits - 1) * _EVERY_BYTE, shape.value_bits
     return [
-        dequantized(code_pairs(word, bits, run), of_runs[run], zero)
+        ((word >> shift if shift else word) & mask) * scale + offset
         for word in words
-        for run in range(runs)
+        for shift in range(0, 8, bits)
     ]
+
+
+def plain_value(word: Int) -> Int:
+    """Four values of 8 bits, plus `VALUE_OFFSET`."""
+    return word ^ (_SIGN - 2**32)
 
 
 def channel_of(number: Int | int, column: Int, head_dim: int) -> Int:

@@ -44,21 +44,30 @@ def start_copies(
     slot, barrier = target
     count, size = _pages_per_block(a, s), min(a.page_size, s.block)
     begin = block * s.block
+
+    def copy(number: Int | int) -> None:
+        """Starts the copies of a page, number `number` of the block."""
+        first = (page * a.kv_heads + at.head) * a.page_size
+        if a.page_size > s.block:
+            first = first + begin % a.page_size
+        offset = 0
+        for source, width in _sources(a, s):
+            to = slot.at(number * (size * width), offset)
+            lane.copy(source.times(first, width), to, size * width, barrier)
+            offset += s.block * width
+
     with lane.when(block < at.stop):
+        if count == 1:
+            with lane.when(lane.elected()):
+                lane.expect_bytes(barrier, size * s.token_bytes(a.head_dim))
+                copy(0)
+            return
         held = (at.length - begin + (size - 1)) // size
         with lane.when(here.is_first):
             lane.expect_bytes(barrier, held.minimum(count) * (size * s.token_bytes(a.head_dim)))
         lane.warp_barrier()
-        sources = _sources(a, s)
         with lane.when(here.number < held.minimum(count)):
-            first = (page * a.kv_heads + at.head) * a.page_size
-            if a.page_size > s.block:
-                first = first + begin % a.page_size
-            offset = 0
-            for source, width in sources:
-                to = slot.at(here.number * (size * width), offset)
-                lane.copy(source.times(first, width), to, size * width, barrier)
-                offset += s.block * width
+            copy(here.number)
 
 
 def _sources(a: Arrays, s: Settings) -> list[tuple[Pointer, int]]:

@@ -104,6 +104,28 @@ class Settings:
         return self.rows // TILE
 
     @property
+    def has_rows(self) -> bool:
+        """Whether rows of the products are queries, see `turbo4_rows`; short calls gain nothing."""
+        return self.kind == _TURBO4 and self.rows == 4 * TILE and not self.is_split
+
+    @property
+    def entries(self) -> int:
+        """How many queries a lane has results of, one of each tile or one of each eight rows."""
+        return self.rows // 8 if self.has_rows else self.tiles
+
+    def row(self, entry: int, here: "Place") -> Int:
+        """The program's query that the lane's entry is of."""
+        return here.g + 8 * entry if self.has_rows else here.t + TILE * entry
+
+    def outputs(self, head_dim: int) -> int:
+        """Of how many channels a lane has a query's outputs."""
+        return head_dim // (4 if self.has_rows else 8)
+
+    def writes(self, here: "Place") -> lane.Bool:
+        """Whether this lane, of those with results of the same query, writes what is no channel."""
+        return (here.t if self.has_rows else here.g).equals(0)
+
+    @property
     def held(self) -> int:
         """Tokens of a block for which a lane has scores."""
         return self.block // 8

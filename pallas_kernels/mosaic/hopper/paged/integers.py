@@ -36,12 +36,12 @@ def query_operands(
     is_high = here.g & 1
     words, sums = [], lane.integer(0)
     for k in range(0, len(x), 4):
-        word = _plane([_rounded(v, lane.number(_RANGE)) for v in x[k : k + 4]], is_high)
+        word = plane([rounded(v, lane.number(_RANGE)) for v in x[k : k + 4]], is_high)
         words.append(word)
         sums = lane.dot4(word, lane.integer(_EVERY_BYTE), sums)
     sums = lane.reduce_lanes(sums, lambda u, v: u + v, (1, 2))
     low, high = (lane.from_lane(sums, (here.t << 3) + 4 * i) for i in (0, 1))
-    start, offset = _less_middle(low, high, middle)
+    start, offset = less_middle(low, high, middle)
     return words, start, offset, top * (1 / _RANGE)
 
 
@@ -49,20 +49,28 @@ def weight_operands(
     w: list[Float], middle: float, here: Place
 ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
     """Words of weights, 15 bits of the block's largest, their columns' starts, offset and unit."""
-    # Bits of non-negative floats are ordered like integers, with NaN the largest.
-    bits = functools.reduce(lambda a, b: a.maximum(b), [x.as_int() for x in w])
-    top = lane.reduce_lanes(bits, lambda a, b: a.maximum(b), (4, 8, 16)).as_float()
-    inverse = (top > 0.0).where(lane.reciprocal(top) * _RANGE, 0.0)
+    inverse, unit = weight_unit(w, (4, 8, 16))
     words: list[Int] = []
     for k in range(0, len(w), 4):
-        rounded = [_rounded(x, inverse) for x in w[k : k + 4]]
-        planes = [_plane(rounded, lane.integer(i)) for i in (0, 1)]
-        words += weight_words(planes, here)
+        four = [rounded(x, inverse) for x in w[k : k + 4]]
+        words += weight_words([plane(four, lane.integer(i)) for i in (0, 1)], here)
     ones, sums = [lane.integer(_EVERY_BYTE)] * 4, [lane.integer(0)] * 4
     for k in range(0, len(words), 2):
         sums = lane.matmul(ones, words[k : k + 2], sums)
-    start, offset = _less_middle(sums[0], sums[1], middle)
-    return words, start, offset, top * (1 / _RANGE)
+    start, offset = less_middle(sums[0], sums[1], middle)
+    return words, start, offset, unit
+
+
+def weight_unit(w: list[Float], distances: Sequence[int]) -> tuple[Float, Float]:
+    """What weights are multiplied with, and what their integers then count.
+
+    Lanes whose indices differ in the bits `distances` have the other weights of the block.
+    """
+    # Bits of non-negative floats are ordered like integers, with NaN the largest.
+    bits = functools.reduce(lambda a, b: a.maximum(b), [x.as_int() for x in w])
+    top = lane.reduce_lanes(bits, lambda a, b: a.maximum(b), distances).as_float()
+    inverse = (top > 0.0).where(lane.reciprocal(top) * _RANGE, 0.0)
+    return inverse, top * (1 / _RANGE)
 
 
 def scores(pairs: Any, norms: list[Float], query: Query) -> list[list[Float]]:
@@ -103,7 +111,7 @@ def joined(low: Int, high: Int, offset: Float) -> Float:
     return ((high << 8) + low).to_float() + offset
 
 
-def _less_middle(low: Int, high: Int, middle: float) -> tuple[tuple[Int, Int], Float]:
+def less_middle(low: Int, high: Int, middle: float) -> tuple[tuple[Int, Int], Float]:
     """Where two columns' sums start, and what is added to their combination.
 
     `low` and `high` are the sums of the operand's low and high bytes.
@@ -113,13 +121,13 @@ def _less_middle(low: Int, high: Int, middle: float) -> tuple[tuple[Int, Int], F
     return (low * -whole, high * -whole), rest
 
 
-def _rounded(x: Float, factor: Float) -> Int:
+def rounded(x: Float, factor: Float) -> Int:
     """``rint(x * factor) + 128`` in the low 16 bits: the low byte plus 128, and the high byte."""
     return lane.fma(x, factor, lane.ROUNDER + 128.0).as_int()
 
 
-def _plane(x: list[Int], is_high: Int) -> Int:
-    """One byte of each of four `_rounded` numbers, as signed bytes."""
+def plane(x: list[Int], is_high: Int) -> Int:
+    """One byte of each of four `rounded` numbers, as signed bytes."""
     pick = is_high * 0x11 + 0x40
     first, second = lane.permute_bytes(x[0], x[1], pick), lane.permute_bytes(x[2], x[3], pick)
     flip = is_high.equals(0).where(0x80808080 - 2**32, 0)

@@ -4,7 +4,7 @@ Roofline, for 16 sequences of 32,768 tokens, 8 KV heads of 4 queries each, head 
 turbo4, 1,074 for 8-bit floats, 2,147 for 16 bits, at the 3.0 TB/s of a copy on an H100 185, 358 and
 716 us; some 1,000 instructions for a block and warp, of 2,600, 5,000 and 10,000 that its time
 holds. Memory is the floor. Target: 80 % of it for 4 and 8 bits, 97 % of cuDNN's speed for 16. Seen
-on an H100: 209 and 373 us, 88 and 96 %; on an H200 149, 257 and 477 (cuDNN on bfloat16 463 to 473).
+on an H100: 209 and 373 us, 88 and 96 %; on an H200 143, 257 and 477 (cuDNN on bfloat16 463 to 473).
 What bounds turbo4: look-ups and the transposition of values.
 
 As in `decode`, every warp takes its own blocks of tokens, brings them to shared memory by itself
@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane, warp
-from pallas_kernels.mosaic.hopper.paged import codes, floats, merge, scaled, turbo4
+from pallas_kernels.mosaic.hopper.paged import codes, floats, merge, scaled, turbo4, turbo4_rows
 from pallas_kernels.mosaic.hopper.paged.copies import page_of, start_copies
 from pallas_kernels.mosaic.hopper.paged.floats import Fp8, Plain
 from pallas_kernels.mosaic.hopper.paged.inputs import (
@@ -71,6 +71,8 @@ def channel_of(s: Settings) -> Callable[[int, Place, int], Int]:
         return functools.partial(codes.channel, bits=s.stored[1].bits)
     if s.kind in scaled.KINDS:
         return scaled.channel
+    if s.has_rows:
+        return turbo4_rows.channel
     return turbo4.channel if s.has_norms else floats.channel
 
 
@@ -135,24 +137,41 @@ def _walk(
         later = block + s.warps * s.stages
         return later, page_of(a, at, here, later, s)
 
-    def attend(block: Int, flat: list[Any], slot: Pointer, _: Any) -> list[Any]:
-        found = _attend((slot, block * s.block), at, query, here, products, s)
+    def attend(is_masked: bool, block: Int, flat: list[Any], slot: Pointer, _: Any) -> list[Any]:
+        found = _attend((slot, block * s.block), at, query, here, products, is_masked, s)
         if s.is_split:
             _leave(a, at, block, found, here, channel, s)
             return flat
-        return State.of(flat, s.tiles).joined(found).flat()
+        return State.of(flat, s.entries).joined(found).flat()
 
     def refill(_: Int, slot: Pointer, barrier: Pointer, read: tuple[Int, Int]) -> None:
         start_copies(a, at, here, *read, (slot, barrier), s)
 
-    flat = [] if s.is_split else State.empty(s.tiles, a.head_dim // 8).flat()
-    flat = warp.over_blocks(first, at.stop, s.warps, slots, flat, prefetch, attend, refill)
-    return None if s.is_split else State.of(flat, s.tiles)
+    flat = [] if s.is_split else State.empty(s.entries, s.outputs(a.head_dim)).flat()
+    place = lane.integer(0), lane.integer(0)
+    for begin, stop, is_masked in _runs(at, first, s):
+        masked = functools.partial(attend, is_masked)
+        flat, place = warp.run_of_blocks(
+            begin, stop, s.warps, slots, flat, place, prefetch, masked, refill
+        )
+    if s.is_split:
+        return None
+    state = State.of(flat, s.entries)
+    return turbo4_rows.existing(state, query) if isinstance(query, turbo4_rows.Rows) else state
+
+
+def _runs(at: Program, first: Int, s: Settings) -> list[tuple[Int, Int, bool]]:
+    """A warp's runs of blocks from `first` on, and whether some query may not see all of them."""
+    if not s.has_rows or s.window is not None:
+        return [(first, at.stop, True)]
+    whole = ((at.begin + 1).maximum(0) // s.block).maximum(first).minimum(at.stop)
+    rest = first + ((whole - first).maximum(0) + (s.warps - 1)) // s.warps * s.warps
+    return [(first, whole, False), (rest, at.stop, True)]
 
 
 def _load_query(
     a: Arrays, at: Program, here: Place, pages: Any, area: Pointer, s: Settings
-) -> Query:
+) -> Query | turbo4_rows.Rows:
     """Loads the program's queries, row ``head * T + token`` of their KV head.
 
     `pages` gives the operands for a query's numbers; in `area`, shared memory of all warps, each
@@ -181,7 +200,8 @@ def _load_query(
             factor = factor * a.pages.key_scale.float()
         factors.append(factor)
         positions.append(warp.position(base, here, a, at))
-    return Query(operands, starts, offsets, factors, positions)
+    query = Query(operands, starts, offsets, factors, positions)
+    return turbo4_rows.of_tiles(query, here) if s.has_rows else query
 
 
 def _query_row(a: Arrays, at: Program, row: Int) -> Pointer:
@@ -221,13 +241,17 @@ def _rotated(
 def _attend(
     place: tuple[Pointer, Int],
     at: Program,
-    query: Query,
+    query: Query | turbo4_rows.Rows,
     here: Place,
     products: Products,
+    is_masked: bool,
     s: Settings,
 ) -> State:
     """The state of one block: `place` is its place in shared memory, and its first token."""
     slot, begin = place
+    if isinstance(query, turbo4_rows.Rows):
+        assert isinstance(products, turbo4.Turbo4)
+        return turbo4_rows.attend(slot, begin, query, here, products, is_masked, s)
     nonfinite = products.unseen(slot, begin, at, here)
     weights, masks, maxima, totals = [], [], [], []
     first = begin + here.g * s.held
@@ -235,7 +259,7 @@ def _attend(
         if s.soft_cap is not None:
             one = lane.number(1.0)
             x = [warp.soft_cap(v, factor=one, cap=s.soft_cap) * LOG2_E for v in x]
-        seen = _visible(query.position[tile] - first, here, s)
+        seen = turbo4_rows.visible(query.position[tile] - first, here.odd, s)
         x = [mask.where(v, float("-inf")) for mask, v in zip(seen, x, strict=True)]
         # Of NaN and a number the number; the sum of weights is NaN then.
         top = lane.reduce_lanes(lane.tree(x, lane.maximum), lane.maximum, (4, 8, 16))
@@ -249,32 +273,20 @@ def _attend(
     return State(outputs, maxima, totals)
 
 
-def _visible(distance: Int, here: Place, s: Settings) -> list[lane.Bool]:
-    """Which of the lane's tokens a query sees that is `distance` tokens after the first of them."""
-    out = []
-    for i in range(s.held):
-        token = here.odd ^ i
-        mask = token <= distance
-        if s.window is not None:
-            mask = mask & (token >= distance - s.window[0]) & (token <= distance + s.window[1])
-        out.append(mask)
-    return out
-
-
 def _keep(
     state: State, area: Pointer, here: Place, head_dim: int, channel: Any, s: Settings
 ) -> None:
     """Writes a warp's result to shared memory: outputs, maxima in powers of two, sums."""
     lane.warp_barrier()
     size = s.rows * head_dim * 4
-    for tile in range(s.tiles):
-        row = here.t + 4 * tile
-        for i, x in enumerate(state.outputs[tile]):
+    for entry in range(s.entries):
+        row = s.row(entry, here)
+        for i, x in enumerate(state.outputs[entry]):
             area.at((row * head_dim + channel(i, here, head_dim)) << 2).store(x)
-        with lane.when(here.g.equals(0)):
+        with lane.when(s.writes(here)):
             at = area.at(row << 2, size)
-            at.store(state.maxima[tile])
-            at.at(4 * s.rows).store(state.totals[tile])
+            at.store(state.maxima[entry])
+            at.at(4 * s.rows).store(state.totals[entry])
 
 
 def _leave(

@@ -92,9 +92,10 @@ class Turbo4:
         for p, seen in zip(weights, visible, strict=True):
             w = [v.where(x * n, 0.0) for v, x, n in zip(seen, p, norms, strict=True)]
             operands.append(integers.weight_operands(w, self.s.middle, here))
-        return integers.weighted(self._value_rows(slot.at(self.s.block * row), here), operands)
+        return integers.weighted(self.value_rows(slot.at(self.s.block * row), here), operands)
 
-    def _value_rows(self, values: Pointer, here: Place) -> Any:
+    def value_rows(self, values: Pointer, here: Place) -> Any:
+        """Yields operand words, two channels at a time, in the order of `channel`."""
         row, held = self.s.row_bytes(self.head_dim), self.s.held
         loaded = value_words(values, row, held, here)
         for j in range(row // 32):
