@@ -584,34 +584,48 @@ def lanes_of_latents(monkeypatch):
     return run
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("name", ["fp8_e4m3", "turbo4"])
-@pytest.mark.parametrize("page_size", [16, 128])
-def test_tiles_are_expanded_where_the_matrix_unit_finds_them(lanes_of_latents, name, page_size):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("page_size", "share"), [(16, 8), (128, 12)])
+def test_tiles_are_expanded_where_the_matrix_unit_finds_them(
+    lanes_of_latents, name, dtype, page_size, share
+):
+    """Latents exactly, but for a factor of each token, by which its rotary part is divided."""
     length = 230
     case = helpers.make(name, (3, length), page_size=page_size)
-    given = [np.asarray(case.arrays[i]) for i in (2, 3, 5, 4)]
+    *given, rope, tables = (np.asarray(case.arrays[i]) for i in (2, 3, 4, 5))
+    rope = rope.astype(dtype)
+    given = [given[0], rope, given[1], tables]
     arrays = [Memory(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for x in given]
-    tables, rope = given[2:]
     x = types.SimpleNamespace(rope=rope, tables=tables)
-    codes = latent_kernel.Codes(x, helpers.codec_of(name), "bfloat16")
+    s = latent_kernel.settings(0.1, 2, 1, 16, codec=helpers.codec_of(name))
+    codes = latent_kernel.Codes(x, dataclasses.replace(s, share=share), jnp.dtype(dtype).name)
     for tile in range(-(-length // latent_tiles.TILE)):
-        slot = np.zeros(2 * 64 * 256 * 2, np.uint8)
+        slots = [np.zeros(size, np.uint8) for size in (2 * 64 * 256 * 2, 64 * 64 * 2, 64 * 4)]
         numbers = [warp.integer(n) for n in (1, tile, length)]
-        for share in range(latent_kernel.SHARES):
+        for part in range(latent_kernel.SHARES):
             for number in range(4):
 
-                def f(share=share, numbers=numbers, slot=slot):
-                    words, factor = codes.loaded(arrays[:3], numbers, share)
-                    codes.stored(words, factor, Memory(slot), share)
+                def f(part=part, numbers=numbers, slots=slots):
+                    words, factor = codes.loaded(arrays, numbers, part)
+                    codes.stored(words, factor, *(Memory(slot) for slot in slots), part)
 
                 lanes_of_latents(number, f)
-        found = slot.view(np.uint16).reshape(2, 8, 4, 8, 8, 8)
-        found = np.take_along_axis(found, swizzle()[None, None, None, :, :, None], 4)
-        found = found.transpose(1, 3, 0, 2, 4, 5).reshape(64, 512).view(jnp.bfloat16)
-        want = case.latent[1][tile * 64 : (tile + 1) * 64]
-        got = found[: len(want)].astype(np.float64)
-        assert (np.abs(got - want) <= 2.0**-8 * np.abs(want) + 1e-6).all()
+        count = min(64, length - tile * 64)
+        unit = slots[2].view(np.float32)[:count, None].astype(np.float64)
+        found = unswizzled(slots[0], 2, dtype)[:count] * unit
+        np.testing.assert_allclose(found, case.latent[1][tile * 64 :][:count], rtol=1e-6)
+        found = unswizzled(slots[1], 1, dtype)[:count] * unit
+        want = case.rope[1][tile * 64 :][:count]
+        np.testing.assert_allclose(found, want, rtol=2.0**-8, atol=1e-6)
+
+
+def unswizzled(slot, halves, dtype):
+    """A tile of 64 tokens as numbers, of memory in the matrix unit's layout."""
+    found = slot.view(np.uint16).reshape(halves, 8, -1, 8, 8, 8)
+    found = np.take_along_axis(found, swizzle()[None, None, None, :, :, None], 4)
+    return found.transpose(1, 3, 0, 2, 4, 5).reshape(64, -1).view(dtype).astype(np.float64)
 
 
 @pytest.mark.parametrize("name", helpers.FORMATS)
