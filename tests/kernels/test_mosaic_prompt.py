@@ -35,7 +35,9 @@ from tests.kernels.test_mosaic_paged import specification
 from tests.models import latent_helpers as helpers
 from tests.oracles import warp
 from tests.oracles.programs import RoundRobin
+from turbojax import paged, polar
 from turbojax.attention.options import Options
+from turbojax.caches.latent import mosaic_gpu as mosaic_latent
 from turbojax.caches.paged import hopper as paged_hopper
 from turbojax.caches.paged import mosaic_prompt
 from turbojax.caches.paged.pool import gather
@@ -587,9 +589,9 @@ def lanes_of_latents(monkeypatch):
 @pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("name", ["fp8_e4m3", "turbo4"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("page_size", "share"), [(16, 8), (128, 12)])
+@pytest.mark.parametrize("page_size", [16, 128])
 def test_tiles_are_expanded_where_the_matrix_unit_finds_them(
-    lanes_of_latents, name, dtype, page_size, share
+    lanes_of_latents, name, dtype, page_size
 ):
     """Latents exactly, but for a factor of each token, by which its rotary part is divided."""
     length = 230
@@ -599,8 +601,7 @@ def test_tiles_are_expanded_where_the_matrix_unit_finds_them(
     given = [given[0], rope, given[1], tables]
     arrays = [Memory(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for x in given]
     x = types.SimpleNamespace(rope=rope, tables=tables)
-    s = latent_kernel.settings(0.1, 2, 1, 16, codec=helpers.codec_of(name))
-    codes = latent_kernel.Codes(x, dataclasses.replace(s, share=share), jnp.dtype(dtype).name)
+    codes = latent_kernel.Codes(x, helpers.codec_of(name), jnp.dtype(dtype).name)
     for tile in range(-(-length // latent_tiles.TILE)):
         slots = [np.zeros(size, np.uint8) for size in (2 * 64 * 256 * 2, 64 * 64 * 2, 64 * 4)]
         numbers = [warp.integer(n) for n in (1, tile, length)]
@@ -609,7 +610,7 @@ def test_tiles_are_expanded_where_the_matrix_unit_finds_them(
 
                 def f(part=part, numbers=numbers, slots=slots):
                     words, factor = codes.loaded(arrays, numbers, part)
-                    codes.stored(words, factor, *(Memory(slot) for slot in slots), part)
+                    codes.stored(words, factor, [Memory(slot) for slot in slots], part)
 
                 lanes_of_latents(number, f)
         count = min(64, length - tile * 64)
@@ -646,3 +647,16 @@ def test_all_of_a_tile_is_asked_for_once(lanes_of_latents, name):
         ]
         want = {page * size // 128 + i for page in pages for i in range(size // 128)}
         assert set(np.concatenate(lines).tolist()) == want
+
+
+def test_the_rotation_of_latents_lacks_what_their_codec_has():
+    """A factor, the root of 2: products with a matrix of powers of two are exact in bfloat16."""
+    cache = paged.init_latent_pages(1, 64, kv_dtype="turbo4", seed=3)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 3, 512)), jnp.bfloat16)
+    factor = mosaic_latent.codec_of(cache).unit / (polar.integer_centroids(4)[2] / 512**0.5)
+    for ours, theirs in (
+        (mosaic_latent._rotated, polar.rotate),
+        (mosaic_latent._unrotated, polar.unrotate),
+    ):
+        found = ours(x, cache.rotation).astype(jnp.float32) * factor
+        np.testing.assert_allclose(found, theirs(x, cache.rotation), rtol=2**-8, atol=1e-3)

@@ -107,7 +107,7 @@ def _unrotated(x: jax.Array, rotation: polar.Rotation) -> jax.Array:
 
 def _matrix(rotation: polar.Rotation, dtype: jax.typing.DTypeLike) -> jax.Array:
     matrix = hadamard(_LATENT_DIM).astype(np.float32) * 2.0**-5
-    return (matrix * rotation.signs[None]).astype(dtype)
+    return jnp.asarray(matrix * rotation.signs[None], dtype)
 
 
 def codec_of(cache: LatentPages) -> "Codec | None":

@@ -22,7 +22,6 @@ of a query depend on what its sequence holds, and on the sizes of the call, not 
 Roofline in full and versions: `docs/kernels/latent.md`.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -58,7 +57,7 @@ from pallas_kernels.mosaic.pipeline import COLUMN, ROW, ROWS, SCALAR
 from pallas_kernels.mosaic.products import wgmma
 
 # Expansion ----------------------------------------------------------------------------------------
-# Two warpgroups share a tile of 64 tokens: a warp of each has some of 16 tokens, all in one page.
+# Two warpgroups share a tile of 64 tokens: a warp of each has eight of 16 tokens, all in one page.
 # For half a token at a time each lane loads eight channels, 4 or 8 bytes, and stores 16 bytes where
 # the matrix unit finds them. What is loaded stays in registers until its slot is free, so loads run
 # ahead of it.
@@ -75,23 +74,18 @@ _SMALLEST = {"bfloat16": 2.0**-60, "float16": 2.0**-9}
 class Codes:
     """How a warpgroup expands tiles to `dtype`, ``"bfloat16"`` or ``"float16"``."""
 
-    def __init__(self, x: Inputs, s: Settings, dtype: str) -> None:
-        assert s.codec is not None
-        self.x, self.codec, self.dtype = x, s.codec, dtype
-        self.words = s.codec.bits // 4
+    def __init__(self, x: Inputs, codec: Codec, dtype: str) -> None:
+        self.x, self.codec, self.dtype = x, codec, dtype
+        self.words = codec.bits // 4
         """Words of eight channels."""
-        self.begins = (0, s.share, TOKENS)
-        """Where shares of a warp's tokens begin."""
 
     def tokens(self, share: int) -> range:
         """A share of a warp's 16 tokens."""
-        return range(*self.begins[share : share + 2])
+        size = TOKENS // SHARES
+        return range(share * size, (share + 1) * size)
 
     def load(self, work: Work, j: jax.Array, share: int) -> list[jax.Array]:
         """Begins to load share 0 or 1 of a tile; returns what `store` takes."""
-        if not self.tokens(share):
-            return []
-
         def f(refs: Any, *numbers: Any) -> tuple[Any, Any]:
             arrays = [Pointer.to(ref) for ref in refs]
             words, factor = self.loaded(arrays, [lane.scalar(n) for n in numbers], share)
@@ -133,27 +127,19 @@ class Codes:
 
     def store(self, loaded: list[jax.Array], slot: jax.Array, y: "Memory", share: int) -> None:
         """Stores a share of a tile to a slot, and the factors of its tokens."""
-        if not loaded:
-            return
         latent, rope, units = y.latent.at[slot], y.rope.at[slot], y.unit.at[slot]
 
         def f(words: Any, factor: Any, *targets: Any) -> None:
             own = fragments.by_row(factor)[0][0]
-            self.stored(fragments.scalars(words), own, *map(Pointer.to, targets), share)
+            self.stored(fragments.scalars(words), own, [Pointer.to(x) for x in targets], share)
 
         tiles = pipeline.tile_type(latent), pipeline.tile_type(rope)
         types = (_MATRIX, _MATRIX, *tiles, plgpu.RefType())
         pipeline.inline(f, types)(*loaded, latent, rope, units)
 
-    def stored(
-        self,
-        words: list[Int],
-        factor: Float,
-        latent: Pointer,
-        rope: Pointer,
-        units: Pointer,
-        share: int,
-    ) -> None:
+    def stored(self, words: list[Int], factor: Float, slot: list[Pointer], share: int) -> None:
+        """`slot` are latents, rotary parts and factors."""
+        latent, rope, units = slot
         warp, own = place()
         tokens = self.tokens(share)
         unit = factor * self.codec.unit if self.codec.centroids else factor
@@ -314,8 +300,8 @@ class Memory(NamedTuple):
     rope: Ref
     p: Ref
     factor: Ref
-    unit: Ref | None  # factors of tokens
-    nonfinite: Ref | None  # see that module; factors tell it, too
+    unit: Any  # factors of tokens of codes, else None
+    nonfinite: Any  # see that module; None of codes, whose factors tell it
     q_ready: Ref
     q_free: Ref
     ready: Ref
@@ -327,7 +313,7 @@ class Memory(NamedTuple):
 def memory(x: Inputs, s: Settings) -> Memory:
     copies, dtype = pieces(x.rope.shape[1], TILE), x.q.dtype
     # Copies of the rotary part, and of each half; or the warpgroups that expand.
-    arrivals = copies * (1 + HALVES) if s.codec is None else 1 + (s.share < TOKENS)
+    arrivals = copies * (1 + HALVES) if s.codec is None else SHARES
     return Memory(
         q=pipeline.tile((HALVES, ROWS, HALF), dtype),
         q_rope=pipeline.tile((ROWS, ROPE), dtype),
@@ -403,7 +389,7 @@ def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax
 
     if s.codec is None:
         return lax.fori_loop(work.tiles.begin, work.tiles.end, copied, slot)
-    codes = Codes(x, s, jnp.dtype(x.q.dtype).name)
+    codes = Codes(x, s.codec, jnp.dtype(x.q.dtype).name)
 
     def expanded(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         slot, *words = carry
@@ -602,9 +588,7 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
 
     While the first warpgroup finds a tile's weights, this one expands its share of the next tile.
     """
-    codes = None
-    if s.codec is not None and s.share < TOKENS:
-        codes = Codes(x, s, jnp.dtype(x.q.dtype).name)
+    codes = None if s.codec is None else Codes(x, s.codec, jnp.dtype(x.q.dtype).name)
 
     def factors() -> jax.Array:
         plgpu.barrier_wait(y.p_ready.at[0])

@@ -34,7 +34,6 @@ class Settings:
     shortest: int = 64  # tokens of a part at least, if the sequence has them
     longest: int = _LONGEST  # and at most; multiples of a tile's
     codec: Codec | None = None  # how the latent is stored if not in the query's 16 bits
-    share: int = 8  # of 16 tokens, how many are expanded by the warpgroup that copies
     # Prefetch to the L2 cache the tile that is so many after the one being copied; 0 for none.
     l2_prefetch: int = 2
     registers: tuple[int, int] = (216, 72)  # of a thread that attends and of one that copies
