@@ -86,6 +86,7 @@ class Codes:
 
     def load(self, work: Work, j: jax.Array, share: int) -> list[jax.Array]:
         """Begins to load share 0 or 1 of a tile; returns what `store` takes."""
+
         def f(refs: Any, *numbers: Any) -> tuple[Any, Any]:
             arrays = [Pointer.to(ref) for ref in refs]
             words, factor = self.loaded(arrays, [lane.scalar(n) for n in numbers], share)
