@@ -66,7 +66,11 @@ def attend(
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.attend` as a kernel; queries, weights and latents are rounded to `cache.dtype`."""
+    """`reference.attend` as a kernel; queries and weights are rounded to `cache.dtype`.
+
+    So are rotary keys over their token's factor, where the cache has factors. A token is NaN if its
+    factor is, whatever its codes.
+    """
     from pallas_kernels.mosaic.hopper.latent import kernel
 
     del modifiers  # see `unsupported`

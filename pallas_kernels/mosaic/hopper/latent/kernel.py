@@ -2,8 +2,8 @@
 
 Roofline, H200, 64 sequences of 8,192 tokens: 1,152 bytes a token in 16 bits, 644 in e4m3, 388 in
 turbo4, so 140, 79 and 47 us; 2 * N * (576 + 512) operations, 92 us for 16 heads (as for 64) and 185
-for 128. Target: 0.8 of the larger. Seen: 16 bits 148 and 220 us, e4m3 328 and turbo4 333 with 128
-heads, bound by expansion; one such sequence, 16 heads, 8.5 us and 2.9 of the join.
+for 128. Target: 0.8 of the larger. Seen: 16 bits 145 and 222 us, e4m3 153 and 284, turbo4 145 and
+307, not bound by expansion itself; one such sequence, 16 heads, 7.7 us and 2.9 of the join.
 
 A token has one latent of 512 channels, key and value of all heads, and 64 rotary channels that all
 keys share. N heads are N queries of the same token, so a program takes 64 rows of them at once.
