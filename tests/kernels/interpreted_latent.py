@@ -85,7 +85,7 @@ def scores(slot, y):
     plgpu.commit_smem()
     for q, k in pairs:
         found = found + jnp.dot(q, k.T, preferred_element_type=jnp.float32)
-    return found
+    return found if y.unit is None else found * y.unit[slot][None]
 
 
 def added(o, p, values, half):
@@ -98,21 +98,24 @@ def added(o, p, values, half):
 
 
 def expanded(codes, words, share, work, j, slot, y):
-    """`kernel._expand` of arrays: eight of every 16 tokens."""
-    x, codec = codes.x, codes.codec
+    """`kernel._expand` of arrays: a share of every 16 tokens."""
+    x, codec, tokens = codes.x, codes.codec, codes.tokens(share)
+    count = len(tokens)
     for warp in range(4):
-        token = j * 64 + warp * 16 + share * 8
-        held = jnp.minimum(token, (work.length - 1) // 8 * 8)
-        page, within = x.tables[work.b, held // x.rope.shape[1]], held % x.rope.shape[1]
-        numbers = x.latent[page, pl.ds(within, 8)]
+        token = j * 64 + warp * 16
+        held = jnp.minimum(token, (work.length - 1) // 16 * 16) + tokens.start
+        at = x.tables[work.b, held // x.rope.shape[1]], pl.ds(held % x.rope.shape[1], count)
+        numbers, unit = x.latent[at], x.scale[at]
         if codec.centroids:
-            both = jnp.stack([numbers & 15, numbers >> 4], -1).reshape(8, -1)
+            both = jnp.stack([numbers & 15, numbers >> 4], -1).reshape(count, -1)
             numbers = sum(jnp.where(both == i, c, 0) for i, c in enumerate(codec.centroids))
-            numbers = (numbers - codec.middle) * codec.unit
-        numbers = numbers.astype(jnp.float32) * x.scale[page, pl.ds(within, 8)][:, None]
+            numbers, unit = numbers - codec.middle, unit * codec.unit
+        rows = pl.ds(warp * 16 + tokens.start, count)
         for half in range(2):
             part = numbers[:, half * 256 : (half + 1) * 256].astype(y.latent.dtype)
-            y.latent[slot, half, pl.ds(warp * 16 + share * 8, 8)] = part
+            y.latent[slot, half, rows] = part
+        y.rope[slot, rows] = (x.rope[at].astype(jnp.float32) / unit[:, None]).astype(y.rope.dtype)
+        y.unit[slot, rows] = unit
     plgpu.commit_smem()
     plgpu.barrier_arrive(y.ready.at[slot])
     return words

@@ -35,7 +35,9 @@ from tests.kernels.test_mosaic_paged import specification
 from tests.models import latent_helpers as helpers
 from tests.oracles import warp
 from tests.oracles.programs import RoundRobin
+from turbojax import paged, polar
 from turbojax.attention.options import Options
+from turbojax.caches.latent import mosaic_gpu as mosaic_latent
 from turbojax.caches.paged import hopper as paged_hopper
 from turbojax.caches.paged import mosaic_prompt
 from turbojax.caches.paged.pool import gather
@@ -584,34 +586,47 @@ def lanes_of_latents(monkeypatch):
     return run
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("name", ["fp8_e4m3", "turbo4"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("page_size", [16, 128])
-def test_tiles_are_expanded_where_the_matrix_unit_finds_them(lanes_of_latents, name, page_size):
+def test_tiles_are_expanded_where_the_matrix_unit_finds_them(
+    lanes_of_latents, name, dtype, page_size
+):
+    """Latents exactly, but for a factor of each token, by which its rotary part is divided."""
     length = 230
     case = helpers.make(name, (3, length), page_size=page_size)
-    given = [np.asarray(case.arrays[i]) for i in (2, 3, 5, 4)]
+    *given, rope, tables = (np.asarray(case.arrays[i]) for i in (2, 3, 4, 5))
+    rope = rope.astype(dtype)
+    given = [given[0], rope, given[1], tables]
     arrays = [Memory(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for x in given]
-    tables, rope = given[2:]
     x = types.SimpleNamespace(rope=rope, tables=tables)
-    codes = latent_kernel.Codes(x, helpers.codec_of(name), "bfloat16")
+    codes = latent_kernel.Codes(x, helpers.codec_of(name), jnp.dtype(dtype).name)
     for tile in range(-(-length // latent_tiles.TILE)):
-        slot = np.zeros(2 * 64 * 256 * 2, np.uint8)
+        slots = [np.zeros(size, np.uint8) for size in (2 * 64 * 256 * 2, 64 * 64 * 2, 64 * 4)]
         numbers = [warp.integer(n) for n in (1, tile, length)]
-        for share in range(latent_kernel.SHARES):
+        for part in range(latent_kernel.SHARES):
             for number in range(4):
 
-                def f(share=share, numbers=numbers, slot=slot):
-                    words, factor = codes.loaded(arrays[:3], numbers, share)
-                    codes.stored(words, factor, Memory(slot), share)
+                def f(part=part, numbers=numbers, slots=slots):
+                    words, factor = codes.loaded(arrays, numbers, part)
+                    codes.stored(words, factor, [Memory(slot) for slot in slots], part)
 
                 lanes_of_latents(number, f)
-        found = slot.view(np.uint16).reshape(2, 8, 4, 8, 8, 8)
-        found = np.take_along_axis(found, swizzle()[None, None, None, :, :, None], 4)
-        found = found.transpose(1, 3, 0, 2, 4, 5).reshape(64, 512).view(jnp.bfloat16)
-        want = case.latent[1][tile * 64 : (tile + 1) * 64]
-        got = found[: len(want)].astype(np.float64)
-        assert (np.abs(got - want) <= 2.0**-8 * np.abs(want) + 1e-6).all()
+        count = min(64, length - tile * 64)
+        unit = slots[2].view(np.float32)[:count, None].astype(np.float64)
+        found = unswizzled(slots[0], 2, dtype)[:count] * unit
+        np.testing.assert_allclose(found, case.latent[1][tile * 64 :][:count], rtol=1e-6)
+        found = unswizzled(slots[1], 1, dtype)[:count] * unit
+        want = case.rope[1][tile * 64 :][:count]
+        np.testing.assert_allclose(found, want, rtol=2.0**-8, atol=1e-6)
+
+
+def unswizzled(slot, halves, dtype):
+    """A tile of 64 tokens as numbers, of memory in the matrix unit's layout."""
+    found = slot.view(np.uint16).reshape(halves, 8, -1, 8, 8, 8)
+    found = np.take_along_axis(found, swizzle()[None, None, None, :, :, None], 4)
+    return found.transpose(1, 3, 0, 2, 4, 5).reshape(64, -1).view(dtype).astype(np.float64)
 
 
 @pytest.mark.parametrize("name", helpers.FORMATS)
@@ -632,3 +647,16 @@ def test_all_of_a_tile_is_asked_for_once(lanes_of_latents, name):
         ]
         want = {page * size // 128 + i for page in pages for i in range(size // 128)}
         assert set(np.concatenate(lines).tolist()) == want
+
+
+def test_the_rotation_of_latents_lacks_what_their_codec_has():
+    """A factor, the root of 2: products with a matrix of powers of two are exact in bfloat16."""
+    cache = paged.init_latent_pages(1, 64, kv_dtype="turbo4", seed=3)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 3, 512)), jnp.bfloat16)
+    factor = mosaic_latent.codec_of(cache).unit / (polar.integer_centroids(4)[2] / 512**0.5)
+    for ours, theirs in (
+        (mosaic_latent._rotated, polar.rotate),
+        (mosaic_latent._unrotated, polar.unrotate),
+    ):
+        found = ours(x, cache.rotation).astype(jnp.float32) * factor
+        np.testing.assert_allclose(found, theirs(x, cache.rotation), rtol=2**-8, atol=1e-3)

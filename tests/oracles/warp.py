@@ -532,8 +532,11 @@ class half(Arithmetic):
         return Int(pair.view(np.uint32)[:, 0])
 
     @staticmethod
-    def constant(x):
-        return integer(int(np.float16(x).view(np.uint16)) * 0x10001)
+    def constant(x, dtype="float16"):
+        kind = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
+        bits = np.asarray(x, kind)
+        assert bits == x
+        return integer(int(bits.view(np.uint16)) * 0x10001)
 
     @staticmethod
     def twice(word, which):

@@ -22,9 +22,11 @@ def unpack(word: Int, dtype: str = "float16") -> tuple[Float, Float]:
     return half_to_float(word), half_to_float(word >> 16)
 
 
-def constant(x: float) -> Int:
-    [bits] = struct.unpack("<H", struct.pack("<e", x))
-    return integer(bits * 0x10001)
+def constant(x: float, dtype: str = "float16") -> Int:
+    """A number that `dtype` has, in both halves of a word."""
+    is_float16 = dtype == "float16"
+    bits = struct.pack("<e", x) if is_float16 else struct.pack("<f", x)[2:]
+    return integer(int.from_bytes(bits, "little") * 0x10001)
 
 
 def twice(word: Int, which: int) -> Int:

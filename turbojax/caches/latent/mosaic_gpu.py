@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from turbojax import polar
 from turbojax._device import multiprocessors, needs_hopper
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 _KERNEL = "pallas_kernels.mosaic.hopper.latent"
 _DTYPES = ("bfloat16", "float16")
 _LATENT_DIM, _ROPE_DIM = 512, 64
-_UNIT = 1 / math.sqrt(_LATENT_DIM)
 
 
 @functools.cache
@@ -66,7 +66,11 @@ def attend(
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.attend` as a kernel; queries, weights and latents are rounded to `cache.dtype`."""
+    """`reference.attend` as a kernel; queries and weights are rounded to `cache.dtype`.
+
+    So are rotary keys over their token's factor, where the cache has factors. A token is NaN if its
+    factor is, whatever its codes.
+    """
     from pallas_kernels.mosaic.hopper.latent import kernel
 
     del modifiers  # see `unsupported`
@@ -92,22 +96,22 @@ def attend(
     return _unrotated(out, cache.rotation) if is_rotated else out, lse
 
 
-# Rotations are products with a matrix of 1 and -1, exact but for their sums in float32: butterflies
-# read and write all rows several times, 76 us for 64 sequences of 128 heads.
+# Rotations are products with a matrix of 1 and -1 times 2**-5, exact but for their sums in float32:
+# butterflies read and write all rows several times, 76 us for 64 sequences of 128 heads. What the
+# matrix lacks of a rotation's factor, 2**-4.5, is the codec's.
 
 
 def _rotated(x: jax.Array, rotation: polar.Rotation) -> jax.Array:
-    signs = rotation.signs.astype(x.dtype)[None, None, None]
-    return (_product(x * signs) * _UNIT).astype(x.dtype)
+    return jnp.einsum("...c,dc->...d", x, _matrix(rotation, x.dtype))
 
 
 def _unrotated(x: jax.Array, rotation: polar.Rotation) -> jax.Array:
-    return (_product(x) * (rotation.signs * _UNIT)[None, None, None]).astype(x.dtype)
+    return jnp.einsum("...c,cd->...d", x, _matrix(rotation, x.dtype))
 
 
-def _product(x: jax.Array) -> jax.Array:
-    matrix = jnp.asarray(hadamard(_LATENT_DIM).astype(x.dtype))
-    return jnp.einsum("...c,dc->...d", x, matrix, preferred_element_type=jnp.float32)
+def _matrix(rotation: polar.Rotation, dtype: jax.typing.DTypeLike) -> jax.Array:
+    matrix = hadamard(_LATENT_DIM).astype(np.float32) * 2.0**-5
+    return jnp.asarray(matrix * rotation.signs[None], dtype)
 
 
 def codec_of(cache: LatentPages) -> "Codec | None":
@@ -119,4 +123,4 @@ def codec_of(cache: LatentPages) -> "Codec | None":
     if not isinstance(cache.format, Codes):
         return Codec()
     table, middle, step = polar.integer_centroids(cache.format.bits)
-    return Codec(tuple(table), middle, step / math.sqrt(cache.latent_dim))
+    return Codec(tuple(table), middle, step / math.sqrt(cache.latent_dim) * math.sqrt(2))

@@ -2,8 +2,8 @@
 
 Roofline, H200, 64 sequences of 8,192 tokens: 1,152 bytes a token in 16 bits, 644 in e4m3, 388 in
 turbo4, so 140, 79 and 47 us; 2 * N * (576 + 512) operations, 92 us for 16 heads (as for 64) and 185
-for 128. Target: 0.8 of the larger. Seen: 16 bits 148 and 220 us, e4m3 328 and turbo4 333 with 128
-heads, bound by expansion; one such sequence, 16 heads, 8.5 us and 2.9 of the join.
+for 128. Target: 0.8 of the larger. Seen: 16 bits 145 and 222 us, e4m3 153 and 284, turbo4 145 and
+307, not bound by expansion itself; one such sequence, 16 heads, 7.7 us and 2.9 of the join.
 
 A token has one latent of 512 channels, key and value of all heads, and 64 rotary channels that all
 keys share. N heads are N queries of the same token, so a program takes 64 rows of them at once.
@@ -22,7 +22,6 @@ of a query depend on what its sequence holds, and on the sizes of the call, not 
 Roofline in full and versions: `docs/kernels/latent.md`.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -51,7 +50,7 @@ from pallas_kernels.mosaic.hopper.latent.tiles import (
     settings,
 )
 from pallas_kernels.mosaic.hopper.paged_prompt import nonfinite
-from pallas_kernels.mosaic.hopper.paged_prompt.expand import BYTE_OFFSET, Codec, centroids
+from pallas_kernels.mosaic.hopper.paged_prompt.expand import Codec
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import pieces
 from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
 from pallas_kernels.mosaic.pipeline import COLUMN, ROW, ROWS, SCALAR
@@ -62,8 +61,14 @@ from pallas_kernels.mosaic.products import wgmma
 # For half a token at a time each lane loads eight channels, 4 or 8 bytes, and stores 16 bytes where
 # the matrix unit finds them. What is loaded stays in registers until its slot is free, so loads run
 # ahead of it.
+#
+# What is stored are the codes' numbers, which 16 bits hold exactly, times a power of two. A token's
+# factor is left for its scores and weights, so that a number takes two or three instructions; its
+# rotary channels are divided by it.
 
 SHARES = 2  # warpgroups that expand a tile
+# Smallest factor of a token, so that what is divided by it stays finite.
+_SMALLEST = {"bfloat16": 2.0**-60, "float16": 2.0**-9}
 
 
 class Codes:
@@ -73,10 +78,11 @@ class Codes:
         self.x, self.codec, self.dtype = x, codec, dtype
         self.words = codec.bits // 4
         """Words of eight channels."""
-        self.tokens = TOKENS // SHARES
-        """Tokens of a warp's share of a tile."""
-        self.count = HALVES * self.tokens * self.words
-        """Words of a lane."""
+
+    def tokens(self, share: int) -> range:
+        """A share of a warp's 16 tokens."""
+        size = TOKENS // SHARES
+        return range(share * size, (share + 1) * size)
 
     def load(self, work: Work, j: jax.Array, share: int) -> list[jax.Array]:
         """Begins to load share 0 or 1 of a tile; returns what `store` takes."""
@@ -87,10 +93,11 @@ class Codes:
             zero = lane.number(0.0)
             return fragments.carrier(words), fragments.of_rows([[factor, zero], [zero, zero]])
 
-        refs = (self.x.latent, self.x.scale, self.x.tables)
+        refs = (self.x.latent, self.x.rope, self.x.scale, self.x.tables)
         types = ((plgpu.RefType(),) * len(refs), SCALAR, SCALAR, SCALAR)
+        count = len(self.tokens(share)) * (HALVES * self.words + 1)
         out = (
-            pipeline.array((ROWS, 2 * self.count), jnp.int32),
+            pipeline.array((ROWS, 2 * count), jnp.int32),
             pipeline.array((ROWS, _EIGHT), jnp.float32),
         )
         return list(pipeline.inline(f, types, out)(refs, work.b, j, work.length))
@@ -98,54 +105,130 @@ class Codes:
     def loaded(
         self, arrays: list[Pointer], numbers: list[Int], share: int
     ) -> tuple[list[Int], Float]:
-        """A lane's words of a share, and the factor of the warp's token with the lane's number.
+        """A lane's words of a share, and the factor of the share's token with the lane's number.
 
-        `arrays` are latents, their scales, tables; `numbers` as for `tiles.first_row`.
+        `arrays` are latents, rotary parts, scales, tables; `numbers` as for `tiles.first_row`. Of
+        four tokens' rotary parts, 128 bytes each, a lane has 16 bytes.
         """
-        latent, scale, tables = arrays
+        latent, rope, scale, tables = arrays
         _, own = place()
-        first = first_row(tables, numbers, self.x) + share * self.tokens
-        factor = scale.times(first + (own & (self.tokens - 1)), 4).float()
+        tokens = self.tokens(share)
+        first = first_row(tables, numbers, self.x) + tokens.start
+        factor = scale.times(first + own.minimum(len(tokens) - 1), 4).float()
         size = LATENT * self.codec.bits // 8
         at = latent.times(first, size).at(own * (4 * self.words))
         words: list[Int] = []
-        for i in range(self.tokens):
+        for i in range(len(tokens)):
             for half in range(HALVES):
                 words += at.at(i * size + half * size // HALVES).words(self.words)
+        at = rope.times(first, 2 * ROPE).at(own * 16)
+        for i in range(0, len(tokens), 4):
+            words += at.at(i * 2 * ROPE).words(4)
         return words, factor
 
-    def store(self, loaded: list[jax.Array], target: Ref, share: int) -> None:
-        """Stores a share of a tile to a slot ``[2, 64, 256]``."""
+    def store(self, loaded: list[jax.Array], slot: jax.Array, y: "Memory", share: int) -> None:
+        """Stores a share of a tile to a slot, and the factors of its tokens."""
+        latent, rope, units = y.latent.at[slot], y.rope.at[slot], y.unit.at[slot]
 
-        def f(words: Any, factors: Any, target: Any) -> None:
-            factor = fragments.by_row(factors)[0][0]
-            self.stored(fragments.scalars(words), factor, Pointer.to(target), share)
+        def f(words: Any, factor: Any, *targets: Any) -> None:
+            own = fragments.by_row(factor)[0][0]
+            self.stored(fragments.scalars(words), own, [Pointer.to(x) for x in targets], share)
 
-        types = (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, pipeline.tile_type(target))
-        pipeline.inline(f, types)(*loaded, target)
+        tiles = pipeline.tile_type(latent), pipeline.tile_type(rope)
+        types = (_MATRIX, _MATRIX, *tiles, plgpu.RefType())
+        pipeline.inline(f, types)(*loaded, latent, rope, units)
 
-    def stored(self, words: list[Int], factor: Float, target: Pointer, share: int) -> None:
+    def stored(self, words: list[Int], factor: Float, slot: list[Pointer], share: int) -> None:
+        """`slot` are latents, rotary parts and factors."""
+        latent, rope, units = slot
         warp, own = place()
-        for i in range(self.tokens):
-            unit = lane.from_lane(factor, lane.integer(i))
-            if self.codec.centroids:
-                unit = unit * self.codec.unit
+        tokens = self.tokens(share)
+        unit = factor * self.codec.unit if self.codec.centroids else factor
+        power = None
+        if self.dtype == "float16":
+            power, unit = _power(unit)
+        # A token of zeros divides its rotary channels, too.
+        least = _SMALLEST[self.dtype]
+        unit = (unit < least).where(least, unit)
+        with lane.when(own < len(tokens)):
+            units.at((warp * TOKENS + tokens.start + own) * 4).store(unit)
+        for i, token in enumerate(tokens):
+            times = None if power is None else lane.from_lane(power, lane.integer(i))
             for half in range(HALVES):
                 begin = (i * HALVES + half) * self.words
-                at = target.at(offset(warp, share * self.tokens + i, half, own))
-                at.store_words(self.numbers(words[begin : begin + self.words], unit))
+                at = latent.at(offset(warp, token, half, own))
+                found = self.numbers(words[begin : begin + self.words])
+                if times is not None:
+                    found = [lane.half.multiply(x, times) for x in found]
+                at.store_words(found)
+        self._store_rope(words[-len(tokens) :], lane.reciprocal(unit), rope, share)
 
-    def numbers(self, words: list[Int], unit: Float) -> list[Int]:
-        """Eight channels as four words, times a token's unit."""
+    def _store_rope(self, words: list[Int], inverse: Float, rope: Pointer, share: int) -> None:
+        warp, own = place()
+        for i in range(0, len(words), 4):
+            times = lane.from_lane(inverse, (own >> 3) + i)
+            x = [v * times for word in words[i : i + 4] for v in lane.half.unpack(word, self.dtype)]
+            packed = [lane.half.pack(x[k], x[k + 1], self.dtype) for k in range(0, _EIGHT, 2)]
+            row = (own >> 3) + (self.tokens(share).start + i)
+            at = (warp * TOKENS + row) * (2 * ROPE) + ((own ^ row) & 7) * 16
+            rope.at(at).store_words(packed)
+
+    def numbers(self, words: list[Int]) -> list[Int]:
+        """What eight codes stand for, as four words, exactly."""
         if self.codec.centroids:
-            # The multiplication subtracts their offset, too.
-            middle = unit * -(BYTE_OFFSET + self.codec.middle)
-            raw = dataclasses.replace(self.codec, middle=-BYTE_OFFSET)
-            x = [v.fma(unit, middle) for v in centroids(words[0], raw)]
-        else:
-            halves = [half for word in words for half in lane.half.from_e4m3(word)]
-            x = [v * unit for half in halves for v in lane.half.unpack(half)]
-        return [lane.half.pack(x[i], x[i + 1], self.dtype) for i in range(0, _EIGHT, 2)]
+            one, half = (lane.half.constant(x, self.dtype) for x in (_ONES[self.dtype], -0.5))
+            assert self.codec.middle == 63.5
+            found = []
+            for four in _bytes(words[0], self.codec):
+                for selector in (0x4140, 0x4342):
+                    x = lane.permute_bytes(four, _HIGH[self.dtype], selector)
+                    x = lane.half.subtract(x, one, self.dtype)
+                    found.append(lane.half.subtract(x, half, self.dtype))
+            return found
+        if self.dtype == "float16":
+            return [half for word in words for half in lane.half.from_e4m3(word)]
+        return [half for word in words for half in _bfloat16_of_e4m3(word)]
+
+
+# The upper byte of 128 and of 1024, to which a lower one adds a number below 128; and these and 64.
+_HIGH = {"bfloat16": 0x43434343, "float16": 0x64646464}
+_ONES = {"bfloat16": 192.0, "float16": 1088.0}
+
+
+def _bytes(word: Int, codec: Codec) -> list[Int]:
+    """The centroids of a word's eight codes as bytes, see `expand.centroids`."""
+    table = [
+        lane.integer(int.from_bytes(bytes(codec.centroids[i : i + 4]), "little"))
+        for i in range(0, 16, 4)
+    ]
+    flipped = word ^ 0x88888888
+    # A selector with its highest bit set gives the sign of a byte, which is 0.
+    return [
+        lane.permute_bytes(table[0], table[1], low) | lane.permute_bytes(table[2], table[3], high)
+        for low, high in ((word, flipped), (word >> 16, flipped >> 16))
+    ]
+
+
+def _bfloat16_of_e4m3(word: Int) -> list[Int]:
+    """Four finite e4m3 as two words of two bfloat16.
+
+    Exponents and mantissas go where bfloat16 has them, which is 2**-120 of the number.
+    """
+    word = lane.permute_bytes(word, 0, 0x3120)
+    factor = lane.half.constant(2.0**120, "bfloat16")
+    pairs = ((word << 8), (word << 4)), (word, word >> 4)
+    numbers = [(sign & 0x80008000) | (rest & 0x07F007F0) for sign, rest in pairs]
+    return [lane.half.multiply(x, factor, "bfloat16") for x in numbers]
+
+
+def _power(x: Float) -> tuple[Int, Float]:
+    """A positive number as a power of two, in both halves of a word as float16, and the rest.
+
+    The power is one that float16 has, and at most 2**7, for NaN too: e4m3 times it are finite.
+    """
+    exponent = ((x.as_int() >> 23) & 0xFF).maximum(127 - 24).minimum(127 + 7)
+    power = (exponent << 23).as_float()
+    return lane.half.pack(power, power), x * ((exponent * -1 + 254) << 23).as_float()
 
 
 def offset(warp: Int, token: int, half: int, own: Int) -> Int:
@@ -218,7 +301,8 @@ class Memory(NamedTuple):
     rope: Ref
     p: Ref
     factor: Ref
-    nonfinite: Ref
+    unit: Any  # factors of tokens of codes, else None
+    nonfinite: Any  # see that module; None of codes, whose factors tell it
     q_ready: Ref
     q_free: Ref
     ready: Ref
@@ -230,7 +314,7 @@ class Memory(NamedTuple):
 def memory(x: Inputs, s: Settings) -> Memory:
     copies, dtype = pieces(x.rope.shape[1], TILE), x.q.dtype
     # Copies of the rotary part, and of each half; or the warpgroups that expand.
-    arrivals = copies * (1 + HALVES) if s.codec is None else copies + SHARES
+    arrivals = copies * (1 + HALVES) if s.codec is None else SHARES
     return Memory(
         q=pipeline.tile((HALVES, ROWS, HALF), dtype),
         q_rope=pipeline.tile((ROWS, ROPE), dtype),
@@ -238,7 +322,8 @@ def memory(x: Inputs, s: Settings) -> Memory:
         rope=pipeline.tile((STAGES, TILE, ROPE), dtype),
         p=pipeline.tile((HALVES, ROWS, TILE // HALVES), dtype),
         factor=plgpu.SMEM((ROWS,), jnp.float32),
-        nonfinite=nonfinite.memory(HALVES),
+        unit=None if s.codec is None else plgpu.SMEM((STAGES, TILE), jnp.float32),
+        nonfinite=nonfinite.memory(HALVES) if s.codec is None else None,
         q_ready=plgpu.Barrier(num_arrivals=1 + HALVES),
         q_free=plgpu.Barrier(),
         ready=plgpu.Barrier(num_arrivals=arrivals, num_barriers=STAGES),
@@ -268,7 +353,7 @@ def _copy_queries(work: Work, x: Inputs, y: Memory) -> None:
 
 
 def _copy_tile(work: Work, j: jax.Array, slot: jax.Array, x: Inputs, y: Memory) -> None:
-    """Copies the parts of a tile of tokens that need no expansion, page by page."""
+    """Copies a tile of tokens that needs no expansion, page by page."""
     pool, page_size, _ = x.rope.shape
     size, ready = min(page_size, TILE), y.ready.at[slot]
     within = lax.rem(j * TILE, jnp.int32(page_size)) if page_size > TILE else 0
@@ -280,8 +365,6 @@ def _copy_tile(work: Work, j: jax.Array, slot: jax.Array, x: Inputs, y: Memory) 
         page = jnp.where(first < work.length, page, pool)
         rows, to = pl.ds(within, size), pl.ds(i * size, size)
         plgpu.copy_gmem_to_smem(x.rope.at[page, rows], y.rope.at[slot, to], ready)
-        if x.scale is not None:
-            continue
         for half in range(HALVES):
             source = x.latent.at[page, rows, pl.ds(half * HALF, HALF)]
             plgpu.copy_gmem_to_smem(source, y.latent.at[slot, half, to], ready)
@@ -291,7 +374,8 @@ def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax
     """Copies a program's tiles to shared memory as room comes free; returns the next slot."""
 
     def begin(j: jax.Array, slot: jax.Array) -> None:
-        _copy_tile(work, j, slot, x, y)
+        if s.codec is None:
+            _copy_tile(work, j, slot, x, y)
         # The queries' memory becomes free later than the first tile's.
         pl.when(j == work.tiles.begin)(lambda: _copy_queries(work, x, y))
         if s.l2_prefetch:
@@ -328,7 +412,7 @@ def _expand(
     y: Memory,
 ) -> list[jax.Array]:
     """Stores a share of tile `j`, which was loaded before, and begins to load the next tile's."""
-    codes.store(words, y.latent.at[slot], share)
+    codes.store(words, slot, y, share)
     words = codes.load(work, j + 1, share)
     plgpu.commit_smem()
     plgpu.barrier_arrive(y.ready.at[slot])
@@ -339,18 +423,32 @@ def _expand(
 
 
 def _scores(slot: jax.Array, y: Memory) -> jax.Array:
-    pairs = [(y.q.at[i], y.latent.at[slot, i]) for i in range(HALVES)]
-    pairs.append((y.q_rope, y.rope.at[slot]))
     kind = pipeline.array((ROWS, TILE), jnp.float32)
 
     def start(q: Any, k: Any, *total: Any) -> Any:
         return wgmma.start(q, k, swizzle=128, a_swizzle=128, total=total[0] if total else None)
 
+    pairs = [(y.q.at[i], y.latent.at[slot, i]) for i in range(HALVES)]
+    pairs.append((y.q_rope, y.rope.at[slot]))
     found: tuple[jax.Array, ...] = ()
     for q, k in pairs:
         kinds = pipeline.tile_type(q), pipeline.tile_type(k), *(_MATRIX for _ in found)
         found = (pipeline.inline(start, kinds, kind)(q, k, *found),)
-    return _added(*found)
+    scores = _added(*found)
+    if y.unit is not None:
+        unit = pipeline.load(y.unit.at[slot], COLUMN)
+        scores = scores * pipeline.along(unit, scores.shape, 1)
+    return scores
+
+
+def _units(slot: jax.Array, y: Memory, half: int, count: jax.Array | None) -> jax.Array:
+    """Factors of half of a tile's tokens; 0 past the first `count`, if not None, and for NaN."""
+    size = TILE // HALVES
+    unit = pipeline.load(y.unit.at[slot, pl.ds(half * size, size)], COLUMN)
+    if count is None:
+        return unit
+    is_there = pipeline.iota(COLUMN, size) + half * size < count
+    return jnp.where(is_there & (jnp.abs(unit) < jnp.inf), unit, 0.0)
 
 
 def _hide(
@@ -358,20 +456,23 @@ def _hide(
 ) -> jax.Array:
     """``-inf`` where a row does not see a token of a tile, and NaN in rows that see a NaN.
 
-    Values that are not finite become 0 in shared memory, because a weight of 0 must cancel them.
+    Values that are not finite become 0 in shared memory, because a weight of 0 must cancel them;
+    those of codes are finite, and `_units` of tokens that are not finite are 0.
     """
-    count = work.length - j * TILE
-    for i in range(HALVES):
-        nonfinite.clean(y.latent.at[slot, i], y.nonfinite.at[i], count)
-    plgpu.commit_smem()
+    count, words = work.length - j * TILE, None
+    if s.codec is None:
+        for i in range(HALVES):
+            nonfinite.clean(y.latent.at[slot, i], y.nonfinite.at[i], count)
+        plgpu.commit_smem()
+        words = [y.nonfinite[0, i] | y.nonfinite[1, i] for i in range(TILE // nonfinite.BITS)]
     last = work.token_of() + (work.begin - j * TILE)
     key = pipeline.along(pipeline.iota(COLUMN, TILE), scores.shape, 1)
     seen, first = key <= pipeline.along(last, scores.shape, 0), jnp.zeros_like(last)
     if s.window is not None:
         first = last - s.window
         seen = seen & (key >= pipeline.along(first, scores.shape, 0))
-    words = [y.nonfinite[0, i] | y.nonfinite[1, i] for i in range(TILE // nonfinite.BITS)]
-    return nonfinite.spoil(jnp.where(seen, scores, -jnp.inf), words, first, last)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    return scores if words is None else nonfinite.spoil(scores, words, first, last)
 
 
 def _attend(
@@ -389,6 +490,13 @@ def _attend(
     def step(j: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
         o, m, l, slot = carry
         plgpu.barrier_wait(y.ready.at[slot])
+        count = work.length - j * TILE if is_edge else None
+
+        def weighted(p: jax.Array, half: int) -> jax.Array:
+            if s.codec is not None:
+                p = p * pipeline.along(_units(slot, y, half, count), p.shape, 1)
+            return p.astype(y.p.dtype)
+
         found = _scores(slot, y)
         if s.scale < 0:
             found = -found
@@ -396,13 +504,13 @@ def _attend(
             found = _hide(found, j, slot, work, y, s)
         m, alpha, l = softmax.maxima(found, m, l, factor)
         p, l = softmax.weights(found, m, l, factor, 0)
-        o, p = softmax.rescaled(o, alpha), p.astype(y.p.dtype)
+        o, p = softmax.rescaled(o, alpha), weighted(p, 0)
         o = _add(o, p, y.latent.at[slot, 0], 0)
         plgpu.barrier_wait(y.p_free)
         y.factor[...] = alpha
         hand_over(0, p)
         p, l = softmax.weights(found, m, l, factor, 1)
-        p = p.astype(y.p.dtype)
+        p = weighted(p, 1)
         o = _add(o, p, y.latent.at[slot, 0], 1)
         hand_over(1, p)
         o = _added(o)
