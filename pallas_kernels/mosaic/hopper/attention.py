@@ -4,8 +4,8 @@ Roofline, for 2 sequences of 8,192 tokens, 32 query heads on 8 of 128 channels, 
 operations, 1.11 ms at the 1,980 T/s of an H100's 8-bit matrix units; the exponentials and the 8
 instructions for each score take as long, bytes 0.08 ms. Three units are equally busy, so they must
 work at the same time. Target: 900 T/s. Seen on an H200, kernel alone: fp8 906, causal 959, int8_fp8
-883 and 920, cuDNN on e4m3 917 and 860. What bounds it: registers that are spilled, by chance, move
-times by 5 to 20 %, and a tile costs 2 us beside its products.
+883 and 920, cuDNN on e4m3 917 and 860. What bounds it: the turns of two warpgroups at the
+exponentials, 855 cycles each of which the unit needs 512, and 5,000 cycles a tile beside its steps.
 
 A program takes tiles of 128 queries of one head in turn. One warpgroup copies queries, keys and
 values to shared memory, and quantizes queries that came as they are; two attend with 64 queries

@@ -2,12 +2,12 @@
 
 Roofline, for 2 sequences of 8,192 tokens, 32 query heads on 8 of 128 channels, causal: three
 products, 1.65 T operations, 1.4 ms at the 989 T/s of 16 bits, 1.1 with output gradients in 8 bits;
-bytes come from the L2 cache. Target: 75 % of the matrix unit. Seen on an H200: 2.0 and 1.8 ms, 69
-and 63 % of 16 bits' peak. Registers bound it: with its sum under way from step to step it takes 2.7
-and 2.2.
+bytes come from the L2 cache. Target: 75 % of the matrix unit. Seen on an H200: 1.85 and 1.67 ms, 75
+and 66 % of 16 bits' peak. Registers bound it, and shared memory, of which products read 80 bytes a
+cycle while copies write.
 
-A program takes tiles of 128 queries of one head in turn. One warpgroup copies 64 keys at a time,
-with their values; two attend with 64 queries each.
+A program takes tiles of 128 queries of one head in turn. One warpgroup copies 128 keys at a time,
+or 64, with their values; two attend with 64 queries each.
 
 Roofline in full and versions: `docs/kernels/gradient.md`.
 """
