@@ -38,12 +38,23 @@ class TileScheduler:
     `total`, at least one, is an array if it depends on what arrays hold. A program takes `together`
     tiles with consecutive numbers, of which `total` is a multiple. With `zigzag` every other round
     goes through the programs backwards. Where tiles get smaller with their numbers, programs then
-    have equally much to do: who takes the largest of one round takes the smallest of the next.
+    have equally much to do: who takes the largest of one round takes the smallest of the next. With
+    a `table` (`schedule.causal`) a program takes the tiles that are named there.
     """
 
-    def __init__(self, total: int | jax.Array, *, together: int = 1, zigzag: bool = False) -> None:
+    def __init__(
+        self,
+        total: int | jax.Array,
+        *,
+        together: int = 1,
+        zigzag: bool = False,
+        table: Ref | None = None,
+    ) -> None:
         self.program, self.programs = lax.axis_index(PROGRAM), lax.axis_size(PROGRAM)
-        self.together, self.zigzag = together, zigzag
+        self.together, self.zigzag, self.table = together, zigzag, table
+        if table is not None:
+            self.count = table[self.program, 0]
+            return
         last = (total // together if isinstance(total, int) else lax.div(total, together)) - 1
         # Programs past the last tile, which exist if `total` is known late, have none.
         rounds = lax.div(last - self.program + self.programs, jnp.int32(self.programs))
@@ -63,6 +74,8 @@ class TileScheduler:
 
     def number(self, i: jax.Array) -> jax.Array:
         """The number of the program's tile `i` among all."""
+        if self.table is not None:
+            return self.table[self.program, 1 + i]
         if self.together == 1:
             return self.place(i) + i * self.programs
         size = jnp.int32(self.together)

@@ -279,6 +279,12 @@ def _row_maxima(
     return top, new, lane.exp2((old + -_finite(new)) * scale)
 
 
+def to_floats(scores: Any) -> Any:
+    """Int32 products of codes as float32, in the same registers."""
+    rows = [_floats(x) for x in fragments.by_row(scores)]
+    return mgpu.optimization_barrier(fragments.of_rows(rows))  # computed here
+
+
 def arguments(scores: Any, m: Any, factors: Sequence[Any], policy: Policy) -> Any:
     """Scores minus the new running maxima `m`, float32 ``[64, n]``, as `weigh` takes them."""
     rows = [

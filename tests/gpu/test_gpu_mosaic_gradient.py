@@ -107,13 +107,27 @@ def test_equals_the_definition(case, mode, gradient, blocks):
 @pytest.mark.parametrize("case", ["all", "ragged", "window", "256 channels", "everything"])
 def test_ping_pong_changes_no_bit(case, gradient):
     arrays, static = arguments(case, config("fp8", gradient))
-    launch = mosaic_gradient.default_launch(CASES[case][0][-1], static["config"])
+    launch = mosaic_gradient.default_launch(
+        CASES[case][0][-1], static["config"], is_plain=False, changes_scores=True
+    )
     got, want = (
         mosaic_gradient.gradient(arrays, **static, launch=launch._replace(ping_pong=x))
         for x in (True, False)
     )
     for x, y in zip(got[:3], want[:3], strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("gradient", ["float", "8bit"])
+@pytest.mark.parametrize("case", ["all", "causal", "ragged", "window"])
+def test_wide_slots_change_no_bit(case, gradient):
+    arrays, static = arguments(case, config("int8_fp8", gradient))
+    wide = mosaic_gradient.default_launch(CASES[case][0][-1], static["config"])
+    assert wide.is_wide
+    launches = (wide, wide._replace(is_wide=False, queries=4))
+    got, want = (mosaic_gradient.gradient(*arrays, **static, launch=x) for x in launches)
+    np.testing.assert_array_equal(np.asarray(got[0], np.float32), np.asarray(want[0], np.float32))
 
 
 @pytest.mark.parametrize("case", ["causal", "ragged", "window"])

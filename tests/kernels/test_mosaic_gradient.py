@@ -228,6 +228,38 @@ def test_every_tile_of_every_row_has_a_number(has_order):
         assert [(int(r), int(t)) for r, t in got[:4]] == [(3, 2), (4, 2), (5, 2), (0, 3)]
 
 
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("before", "after"), [(None, 0), (None, None), (100, 0), (30, 70)])
+@pytest.mark.parametrize("length", [1, 300, 512])
+def test_steps_hold_all_keys_that_are_seen(size, before, after, length):
+    """The outer ones all that some query sees, the inner ones none that one does not see."""
+    first, count = 256, 128
+    positions, keys = np.arange(first, first + count)[:, None], np.arange(512)[None]
+    seen = keys < length
+    seen = seen & (keys <= positions + after) if after is not None else seen
+    seen = seen & (keys >= positions - before) if before is not None else seen
+    seen = np.broadcast_to(seen, (count, 512))
+    begin, inner, outer, end = (
+        size * int(x)
+        for x in tiles.span(jnp.int32(first), count, jnp.int32(length), before, after, size=size)
+    )
+    assert begin <= inner <= outer <= end
+    assert not seen[:, :begin].any()
+    assert not seen[:, end:].any()
+    assert seen[:, inner:outer].all()
+
+
+@pytest.mark.parametrize("mode", ["fp8", "int8_fp8", "float"])
+def test_which_launches_have_wide_slots(mode):
+    """Those of plain scores, with room for two slots of 128 keys."""
+    launch = functools.partial(mosaic_gradient.default_launch, config=tj.TurboConfig(mode=mode))
+    assert launch(128).is_wide
+    assert launch(128).queries == 2
+    assert not launch(128, is_plain=False).is_wide
+    assert not launch(128, changes_scores=True).is_wide
+    assert not launch(256).is_wide
+
+
 def test_nan_of_a_query_that_sees_no_key_does_not_reach_the_kernels():
     """By itself, or with a sink, which is its log-sum-exp then."""
     sinks = jnp.array([0.5, -jnp.inf])

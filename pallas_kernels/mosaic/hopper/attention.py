@@ -4,8 +4,8 @@ Roofline, for 2 sequences of 8,192 tokens, 32 query heads on 8 of 128 channels, 
 operations, 1.11 ms at the 1,980 T/s of an H100's 8-bit matrix units; the exponentials and the 8
 instructions for each score take as long, bytes 0.08 ms. Three units are equally busy, so they must
 work at the same time. Target: 900 T/s. Seen on an H200, kernel alone: fp8 906, causal 959, int8_fp8
-883 and 920, cuDNN on e4m3 917 and 860. What bounds it: registers that are spilled, by chance, move
-times by 5 to 20 %, and a tile costs 2 us beside its products.
+883 and 920, cuDNN on e4m3 917 and 860. What bounds it: the turns of two warpgroups at the
+exponentials, 855 cycles each of which the unit needs 512, and 5,000 cycles a tile beside its steps.
 
 A program takes tiles of 128 queries of one head in turn. One warpgroup copies queries, keys and
 values to shared memory, and quantizes queries that came as they are; two attend with 64 queries
@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import bias as biases
-from pallas_kernels.mosaic import pipeline, quantize, softmax
+from pallas_kernels.mosaic import pipeline, quantize, schedule, softmax
 from pallas_kernels.mosaic.hopper import segments as packing
 from pallas_kernels.mosaic.hopper.segments import Segments
 from pallas_kernels.mosaic.hopper.tiles import Settings, Span, Work
@@ -50,8 +50,14 @@ _PART = 128
 _REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
-_Found = tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array]
-"""Unnormalized outputs in parts of the channels, maxima, sums, and the slot after the last."""
+class _Found(NamedTuple):
+    """What attending to a tile gives; `ahead` as in `_Consumer`, of the next tile."""
+
+    parts: tuple[jax.Array, ...]  # unnormalized outputs, in parts of the channels
+    maxima: jax.Array
+    sums: jax.Array
+    slot: jax.Array  # the one after the last
+    ahead: tuple[jax.Array, ...] = ()
 
 
 class _Inputs(NamedTuple):
@@ -61,7 +67,7 @@ class _Inputs(NamedTuple):
     the keys, `bounds` ``[B, 4, tiles]`` (`segments.Bounds`), `order` ``[B * tiles]``
     (`segments.order`). With `own`, int32 ``[B, tiles, 2, consumers, 64]``, which say from which key
     each query sees, and up to which, the last two as well. `bias` is ``[B or 1, N or 1, T or 1,
-    S]``, `S` rounded up to `biases.MULTIPLE`.
+    S]``, `S` rounded up to `biases.MULTIPLE`, and `table` that of `schedule.causal`.
     """
 
     q: Ref
@@ -81,6 +87,7 @@ class _Inputs(NamedTuple):
     sinks: Ref | None = None
     slopes: Ref | None = None
     bias: Ref | None = None
+    table: Ref | None = None
 
 
 class _Memory(NamedTuple):
@@ -177,6 +184,17 @@ def _copy_keys(work: Work, slot: jax.Array, x: _Inputs, y: _Memory, s: Settings)
     return lax.fori_loop(work.blocks.begin, work.blocks.end, block, slot)
 
 
+def _start_scores(q: Ref, k: Ref, s: Settings) -> jax.Array:
+    dtype = jnp.float32 if s.mode == "fp8" else jnp.int32
+    swizzle = pipeline.swizzle_of(k.shape[-1], k.dtype)
+
+    def f(q: Any, k: Any) -> Any:
+        return wgmma.start(q, k, swizzle=swizzle, a_swizzle=swizzle)
+
+    types = (pipeline.tile_type(q), pipeline.tile_type(k))
+    return pipeline.inline(f, types, pipeline.array((ROWS, s.tile), dtype))(q, k)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Consumer:
     """What the steps of one warpgroup share; a block is a tile of keys.
@@ -184,6 +202,8 @@ class _Consumer:
     `first` is the position of the first query relative to that of the first key, `ids` are the
     segments of its queries and of the keys in each slot, `own` the bounds of its queries' keys, and
     `slope` is the head's. `bias` is with the number of the head's first row and the first query's.
+    `ahead` has the products of the first block, if they are on their way already, and `start_next`
+    starts those of the program's next tile, whose first keys come to a slot.
     """
 
     q: Ref
@@ -204,6 +224,8 @@ class _Consumer:
     slope: jax.Array | None = None
     own: tuple[Ref, Ref] | None = None
     bias: tuple[Ref, jax.Array, jax.Array] | None = None
+    ahead: tuple[jax.Array, ...] = ()
+    start_next: Callable[[jax.Array], jax.Array] | None = None
 
     def wait_for_key(self, j: jax.Array, slot: jax.Array) -> None:
         """Waits until the keys of block `j`, if it exists, are in shared memory."""
@@ -214,18 +236,7 @@ class _Consumer:
 
     def scores(self, slot: jax.Array) -> jax.Array:
         """Starts the first product of a block."""
-        s, k = self.s, self.buffers[0].at[slot]
-        dtype = jnp.float32 if s.mode == "fp8" else jnp.int32
-        swizzle = pipeline.swizzle_of(k.shape[-1], k.dtype)
-
-        def f(q: Any, k: Any) -> Any:
-            return wgmma.start(q, k, swizzle=swizzle, a_swizzle=swizzle)
-
-        return pipeline.inline(
-            f,
-            (pipeline.tile_type(self.q), pipeline.tile_type(k)),
-            pipeline.array((ROWS, s.tile), dtype),
-        )(self.q, k)
+        return _start_scores(self.q, self.buffers[0].at[slot], self.s)
 
     def output(self, p: jax.Array, slot: jax.Array, part: int | None = None) -> jax.Array:
         """Starts the second product of a block, or of a part of the channels."""
@@ -355,6 +366,12 @@ class _Consumer:
         types = (_MATRIX, ROW, *[SCALAR] * len(factors))
         return pipeline.inline(f, types, (_COLUMN,) * 3)(scores, m, *factors)
 
+    def to_floats(self, scores: jax.Array) -> jax.Array:
+        if scores.dtype == jnp.float32:
+            return scores
+        kind = pipeline.array(scores.shape, jnp.float32)
+        return pipeline.inline(softmax.to_floats, (_MATRIX,), kind)(scores)
+
     def arguments(
         self, scores: jax.Array, m: jax.Array, factors: tuple[jax.Array, ...]
     ) -> jax.Array:
@@ -394,8 +411,11 @@ class _Consumer:
         """The first block's factors, words of its bias, and its products."""
         factors = self.factors(self.blocks.begin)
         added = self.added(self.blocks.begin)
-        self.wait_for_key(self.blocks.begin, slot)
-        scores = self.scores(slot)
+        if self.ahead:
+            [scores] = self.ahead
+        else:
+            self.wait_for_key(self.blocks.begin, slot)
+            scores = self.scores(slot)
         plgpu.wgmma_wait(0)
         self.multiplied(slot)
         return factors, added, scores
@@ -469,7 +489,7 @@ class _Consumer:
         product = self.output(p, slot)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.free[1].at[slot])
-        return (self.merge(o, product, next_alpha, unit_of_last),), m, l, following
+        return _Found((self.merge(o, product, next_alpha, unit_of_last),), m, l, following)
 
     def run_in_halves(self, slot: jax.Array) -> _Found:
         """As `run`, the channels in two halves: 256 are too many for registers beside the sums."""
@@ -529,7 +549,7 @@ class _Consumer:
             plgpu.wgmma_wait(0)
             halves.append(self.merge(o, product, alpha, unit))
         plgpu.barrier_arrive(self.free[1].at[slot])
-        return tuple(halves), m, l, following
+        return _Found(tuple(halves), m, l, following)
 
     def weigh(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         types = (_MATRIX, *[ROW] * 4)
@@ -539,6 +559,8 @@ class _Consumer:
 
     def run_overlapped(self, slot: jax.Array) -> _Found:
         """As `run`, but computes the next block's scores during the exponentials of this one.
+
+        Those of the next tile's first block are under way while this tile's outputs are stored.
 
         The compiler moves instructions freely between asynchronous products, but not across a loop:
         the waits for memory, which are loops, stand where it must not.
@@ -577,6 +599,7 @@ class _Consumer:
 
             scores, factors = self.seen(scores, j, factors, slot, is_masked, added)
             top, m, next_alpha = self.maxima(scores, m, factors)
+            scores = self.to_floats(scores)  # where they are, while outputs are on their way
             unit = self.value_unit(unit, j - 1)
             following = pipeline.next_slot(slot, s.stages)
             self.wait_for_key(j + 1, following)
@@ -597,9 +620,11 @@ class _Consumer:
         self.ping_pong.hand_on()
         product = self.output(self.pack(weights), slot)
         unit = self.value_unit(unit, blocks.end - 1)
-        plgpu.wgmma_wait(0)
+        assert self.start_next is not None
+        ahead = self.start_next(following)
+        plgpu.wgmma_wait(1)
         plgpu.barrier_arrive(self.free[1].at[slot])
-        return (self.merge(o, product, alpha, unit),), m, l, following
+        return _Found((self.merge(o, product, alpha, unit),), m, l, following, (ahead,))
 
 
 def _query_scale(
@@ -630,12 +655,27 @@ def _attend(
     x: _Inputs,
     y: _Memory,
     s: Settings,
+    ahead: tuple[jax.Array, ...],
+    is_last: jax.Array,
 ) -> _Found:
-    """Runs `_Consumer.run` or one of its variants for a warpgroup's part of a tile."""
+    """Runs `_Consumer.run` or one of its variants for a warpgroup's part of a tile.
+
+    `ahead` is as in `_Consumer`; `is_last` says whether this is the program's last tile.
+    """
     start = work.first + me * ROWS
     # With a soft cap scores are scaled to the exponential's units after it.
     unit = 1.0 if s.soft_cap is not None else s.exponential.unit
-    plgpu.barrier_wait(y.q_ready.at[place])
+    if not ahead:
+        plgpu.barrier_wait(y.q_ready.at[place])
+
+    def start_next(slot: jax.Array) -> jax.Array:
+        @pl.when(~is_last)  # else products of whatever the memory holds, which nobody reads
+        def _() -> None:
+            plgpu.barrier_wait(y.q_ready.at[1 - place])
+            plgpu.barrier_wait(y.k_ready.at[slot])
+
+        return _start_scores(y.q.at[1 - place, me], y.k.at[slot], s)
+
     consumer = _Consumer(
         q=y.q.at[place, me],
         buffers=(y.k, y.v),
@@ -655,10 +695,16 @@ def _attend(
         slope=None if x.slopes is None else x.slopes[work.head] * s.exponential.unit,
         own=None if y.own is None else (y.own.at[place, 0, me], y.own.at[place, 1, me]),
         bias=None if x.bias is None else (x.bias, _line(x.bias, work), start),
+        ahead=ahead,
+        start_next=start_next,
     )
     if y.v.shape[1] > _PART:
         return consumer.run_in_halves(slot)
-    return (consumer.run_overlapped if s.intra_warpgroup_overlap else consumer.run)(slot)
+    return (consumer.run_overlapped if _is_overlapped(y, s) else consumer.run)(slot)
+
+
+def _is_overlapped(y: _Memory, s: Settings) -> bool:
+    return s.intra_warpgroup_overlap and y.v.shape[1] <= _PART
 
 
 def _store(
@@ -670,7 +716,7 @@ def _store(
     results: tuple[Ref, Ref],
     s: Settings,
 ) -> None:
-    (halves, m, l, _), (out_ref, lse_ref) = found, results
+    (halves, m, l, *_), (out_ref, lse_ref) = found, results
     start = work.first + me * ROWS
     v_scale = jnp.float32(1.0) if s.mode == "int8" else x.v_scale[work.b, work.h, 0]
     channels, width = out_ref.shape[3], y.out.shape[-1]
@@ -713,13 +759,15 @@ def writes(channels: int, head_dim: int, dtype: Any) -> int:
 
 
 def _kernel(*refs: Ref, s: Settings, tiles: int, names: tuple[str, ...]) -> None:
-    """One persistent program, which takes every `s.programs`-th tile; `names` of its inputs."""
+    """One persistent program, which takes some of the tiles in turn; `names` of its inputs."""
     *inputs, out_ref, lse_ref = refs
     x = _Inputs(**dict(zip(names, inputs, strict=True)))
     batch, _, heads, _ = out_ref.shape
     me, share = (
         lax.axis_index("warpgroup"),
-        pipeline.TileScheduler(batch * heads * tiles, zigzag=s.is_causal or s.has_segments),
+        pipeline.TileScheduler(
+            batch * heads * tiles, zigzag=s.is_causal or s.has_segments, table=x.table
+        ),
     )
     quantizes = x.q_scale is None
 
@@ -728,19 +776,26 @@ def _kernel(*refs: Ref, s: Settings, tiles: int, names: tuple[str, ...]) -> None
         return Work(share.number(i), tiles, heads, x.k, lengths, s, x.shifts, x.bounds, x.order)
 
     def body(y: _Memory) -> None:
-        def consume(i: jax.Array, slot: jax.Array) -> jax.Array:
-            place = lax.rem(i, jnp.int32(_QUERY_SLOTS))
-            found = _attend(work(i), place, slot, me, x, y, s)
+        def consume(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            slot, *ahead = carry
+            place, is_last = lax.rem(i, jnp.int32(_QUERY_SLOTS)), i == share.count - 1
+            found = _attend(work(i), place, slot, me, x, y, s, tuple(ahead), is_last)
             # Computed anew, so that the tile's place takes no registers in the meantime.
             _store(work(pipeline.anew(i)), me, found, x, y, (out_ref, lse_ref), s)
-            return found[-1]
+            return found.slot, *found.ahead
 
         def start_to_consume() -> None:
             for i in range(_QUERY_SLOTS):
                 plgpu.barrier_arrive(y.q_free.at[i])
             pipeline.free_at_first(s.stages, (y.k_free, y.v_free))
             pipeline.PingPong(y.tensor_core_order, me, s.consumers).begin()
-            share.by_index(consume)
+            carry: tuple[jax.Array, ...] = (jnp.int32(0),)
+            if _is_overlapped(y, s):
+                for barrier in (y.q_ready, y.k_ready):
+                    plgpu.barrier_wait(barrier.at[0])
+                carry = (*carry, _start_scores(y.q.at[0, me], y.k.at[0], s))
+            lax.fori_loop(jnp.int32(0), share.count, consume, carry)
+            plgpu.wgmma_wait(0)
             plgpu.wait_smem_to_gmem(0)
 
         def produce(i: jax.Array, slot: jax.Array) -> jax.Array:
@@ -883,6 +938,10 @@ def attention(
         given |= _of_segments(segments, query_lengths, key_lengths, k.shape[2], shifts, s)
     if key_bounds is not None:
         given |= _of_key_bounds(key_bounds, query_lengths, k.shape[2], shifts, s)
+    is_plain = s.window is None and shifts is None and "order" not in given
+    if s.is_causal and is_plain and tokens <= k.shape[2]:
+        table = schedule.causal(batch * heads, tiles, min(s.programs, batch * heads * tiles))
+        given["table"] = None if table is None else jnp.asarray(table)
     given = {name: x for name, x in given.items() if x is not None}
     run = pipeline.launch(
         functools.partial(_kernel, s=s, tiles=tiles, names=tuple(given)),

@@ -33,13 +33,14 @@ _ROWS = 64
 class Launch(NamedTuple):
     """How the two kernels, of queries and of keys, are laid out.
 
-    Their numbers are the steps whose operands are in shared memory; for `ping_pong` see
+    Their numbers are the steps whose operands are in shared memory; for the others see
     `pallas_kernels.mosaic.hopper.gradient.tiles.Settings`.
     """
 
     queries: int
     keys: int
     ping_pong: bool = False
+    is_wide: bool = False
 
 
 def unsupported(
@@ -130,12 +131,15 @@ def gradient(
     if modifiers.alibi_slopes is not None:
         x = x._replace(slopes=modifiers.alibi_slopes * math.log2(math.e))
     launch = launch or default_launch(
-        q.shape[-1], config, is_plain=x.query_order is None and x.slopes is None
+        q.shape[-1],
+        config,
+        is_plain=x.query_order is None and x.slopes is None,
+        changes_scores=options.logits_soft_cap is not None or x.bias is not None,
     )
     settings = functools.partial(_settings, config, options)
     wanted = dtype or query.dtype
     computed = wanted if unit is None else jnp.float32
-    d_q = queries.query_gradient(x, computed, settings(launch.queries))
+    d_q = queries.query_gradient(x, computed, settings(launch.queries, is_wide=launch.is_wide))
     d_q = d_q[:, :tokens, :, :head_dim]
     d_k, d_v = keys.key_gradient(x, computed, settings(launch.keys, ping_pong=launch.ping_pong))
     d_k, d_v = d_k[:, :size, :, :head_dim], d_v[:, :size, :, :of_values]
@@ -238,9 +242,7 @@ def _unit(d_out: jax.Array) -> jax.Array:
     return jnp.exp2(-jnp.floor(jnp.log2(jnp.where(usual, largest, 1.0))))
 
 
-def _settings(
-    config: TurboConfig, options: Options, stages: int, *, ping_pong: bool = False
-) -> Any:
+def _settings(config: TurboConfig, options: Options, stages: int, **others: bool) -> Any:
     from pallas_kernels.mosaic.hopper.gradient.tiles import Settings
 
     return Settings(
@@ -253,21 +255,27 @@ def _settings(
         block_kv=config.block_kv,
         stages=stages,
         programs=multiprocessors(),
-        ping_pong=ping_pong,
+        **others,
     )
 
 
-def default_launch(head_dim: int, config: TurboConfig, *, is_plain: bool = True) -> Launch:
+def default_launch(
+    head_dim: int, config: TurboConfig, *, is_plain: bool = True, changes_scores: bool = False
+) -> Launch:
     """As many stages as fit into shared memory, up to the number that was fastest.
 
-    Ping-pong was faster with 128 channels and 8 bits; with 64 or 256 they were not timed.
+    Ping-pong was faster with 128 channels and 8 bits; with 64 or 256 they were not timed. Slots of
+    128 keys are for scores that nothing changes and of which positions alone hide any.
     """
     is_8bit = config.gradient == "8bit"
     if head_dim == rows.HEAD_DIMS[-1]:
         return Launch(2, 2) if is_8bit else Launch(1, 1)
     # Four steps of codes and of two operands in 16 bits fill the shared memory.
     is_full = not is_plain and not is_8bit and config.mode != "float"
-    return Launch(3 if is_full else 4, 3, ping_pong=is_8bit and head_dim == rows.HEAD_DIMS[1])
+    is_wide = is_plain and not changes_scores
+    stages = 2 if is_wide else 3 if is_full else 4
+    ping_pong = is_8bit and head_dim == rows.HEAD_DIMS[1]
+    return Launch(stages, 3, ping_pong=ping_pong, is_wide=is_wide)
 
 
 def _in_16_bits(x: jax.Array) -> jax.Array:

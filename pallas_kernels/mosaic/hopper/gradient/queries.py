@@ -2,12 +2,12 @@
 
 Roofline, for 2 sequences of 8,192 tokens, 32 query heads on 8 of 128 channels, causal: three
 products, 1.65 T operations, 1.4 ms at the 989 T/s of 16 bits, 1.1 with output gradients in 8 bits;
-bytes come from the L2 cache. Target: 75 % of the matrix unit. Seen on an H200: 2.0 and 1.8 ms, 69
-and 63 % of 16 bits' peak. Registers bound it: with its sum under way from step to step it takes 2.7
-and 2.2.
+bytes come from the L2 cache. Target: 75 % of the matrix unit. Seen on an H200: 1.85 and 1.67 ms, 75
+and 66 % of 16 bits' peak. Registers bound it, and shared memory, of which products read 80 bytes a
+cycle while copies write.
 
-A program takes tiles of 128 queries of one head in turn. One warpgroup copies 64 keys at a time,
-with their values; two attend with 64 queries each.
+A program takes tiles of 128 queries of one head in turn. One warpgroup copies 128 keys at a time,
+or 64, with their values; two attend with 64 queries each.
 
 Roofline in full and versions: `docs/kernels/gradient.md`.
 """
@@ -52,7 +52,8 @@ class _Work:
         keys = jnp.where(exists, self.keys, 0)
         position = tiles.shifted(self.first, self.shift)
         segments = tiles.bounds_at(x.query_bounds, self.b, tile)
-        self.steps = tiles.span(position, _QUERIES, keys, s.left, s.right, s.together, segments)
+        limits = (position, _QUERIES, keys, s.left, s.right, s.together, segments, s.keys)
+        self.steps = tiles.span(*limits)
 
 
 class _Memory(NamedTuple):
@@ -102,21 +103,21 @@ def _consume(
             return ()
         return (biases.of_queries(x.bias, kind.line(work.b, work.head), first, key),)
 
-    def start(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scores = tiles.product(m.q8.at[me], m.k8.at[slot])
-        return scores, tiles.product(m.d8.at[me], m.v8.at[slot])
+    def start(place: tiles.Place) -> tuple[jax.Array, jax.Array]:
+        scores = tiles.product(m.q8.at[me], tiles.at(m.k8, place))
+        return scores, tiles.product(m.d8.at[me], tiles.at(m.v8, place))
 
-    def add(sums: Any, begin: jax.Array, slots: list[jax.Array], is_masked: bool) -> Any:
-        """64 keys of each slot: the products of one run under the other's exponentials."""
+    def add(sums: Any, begin: jax.Array, places: list[tiles.Place], is_masked: bool) -> Any:
+        """64 keys of each place: the products of one run under the other's exponentials."""
         total = sums
-        keys = [begin + n * ROWS for n in range(len(slots))]
+        keys = [begin + n * ROWS for n in range(len(places))]
         scales = [factors(key) for key in keys]
-        products = [start(slot) for slot in slots]
+        products = [start(place) for place in places]
         of_pairs = added(begin)
         for n, key in enumerate(keys):
-            # Left: the other slot's two products, or the sum that was started last.
-            plgpu.wgmma_wait(1 if n else 2 * (len(slots) - 1))
-            ids = None if m.ids is None else (m.ids[0].at[me], m.ids[1].at[slots[n]])
+            # Left: the other place's two products, or the sum that was started last.
+            plgpu.wgmma_wait(1 if n else 2 * (len(places) - 1))
+            ids = None if m.ids is None else (m.ids[0].at[me], m.ids[1].at[places[n].slot])
             limits = tile.limits_of(position, key, work.keys - key, ids, own, is_masked)
             linear = () if x.slopes is None else (x.slopes[work.head], position - key)
             found = tile.weigh(products[n][0], lse, scales[n][0], limits, linear, of_pairs)
@@ -125,19 +126,43 @@ def _consume(
                 of_pairs = added(keys[n + 1])
             rest = (delta, scales[n][1], tuple(slopes), limits)
             words = tile.score_gradients(weights, products[n][1], *rest)
-            total = tiles.add_product(total, words, m.k.at[slots[n]])
+            total = tiles.add_product(total, words, tiles.at(m.k, places[n]))
+        plgpu.wgmma_wait(0)
+        return tiles.arrived(total)
+
+    def add_whole(sums: Any, begin: jax.Array, slot: jax.Array) -> Any:
+        """128 keys of one slot, which all are seen, with one product of scores."""
+        total = sums
+        places = [tiles.Place(slot, jnp.int32(n)) for n in range(2)]
+        scales = [factors(begin + n * ROWS) for n in range(2)]
+        scores, products = start(tiles.Place(slot))
+        plgpu.wgmma_wait(1)
+        weights = [tile.weigh(tiles.columns(scores, n), lse, scales[n][0], ())[0] for n in range(2)]
+        plgpu.wgmma_wait(0)
+        for n, place in enumerate(places):
+            given = (tiles.columns(products, n), delta, scales[n][1], (), ())
+            words = tile.score_gradients(weights[n], *given)
+            total = tiles.add_product(total, words, tiles.at(m.k, place))
         plgpu.wgmma_wait(0)
         return tiles.arrived(total)
 
     def edge(i: jax.Array, carry: Any) -> Any:
         sums, slot = carry
-        key = i * ROWS
         plgpu.barrier_wait(m.ready.at[slot])
-        sums = lax.cond(
-            tiles.is_seen(position, key, s),
-            lambda: add(sums, key, [slot], is_masked=True),
-            lambda: sums,
-        )
+
+        def part(n: jax.Array, sums: Any) -> Any:
+            key = i * s.keys + n * ROWS
+            place = tiles.Place(slot, n if s.is_wide else None)
+            return lax.cond(
+                tiles.is_seen(position, key, s),
+                lambda: add(sums, key, [place], is_masked=True),
+                lambda: sums,
+            )
+
+        if s.is_wide:
+            sums = lax.fori_loop(jnp.int32(0), jnp.int32(2), part, sums)
+        else:
+            sums = part(jnp.int32(0), sums)
         plgpu.barrier_arrive(m.free.at[slot])
         return sums, pipeline.next_slot(slot, s.stages)
 
@@ -146,8 +171,11 @@ def _consume(
         slots = [pipeline.slot_after(slot, n, s.stages) for n in range(s.together)]
         for one in slots:
             plgpu.barrier_wait(m.ready.at[one])
-        begin = (work.steps.inner + i * s.together) * ROWS
-        sums = add(sums, begin, slots, is_masked=False)
+        begin = (work.steps.inner + i * s.together) * s.keys
+        if s.is_wide:
+            sums = add_whole(sums, begin, slot)
+        else:
+            sums = add(sums, begin, [tiles.Place(one) for one in slots], is_masked=False)
         for one in slots:
             plgpu.barrier_arrive(m.free.at[one])
         return sums, pipeline.slot_after(slot, s.together, s.stages)
@@ -178,7 +206,7 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
             plgpu.copy_gmem_to_smem(source, m.own.at[i], m.query_ready.at[i])
 
     def step(i: jax.Array, slot: jax.Array) -> jax.Array:
-        rows = pl.ds(i * ROWS, ROWS)
+        rows = pl.ds(i * s.keys, s.keys)
         plgpu.barrier_wait(m.free.at[slot])
         copies = [(x.v8, m.v8), (x.k, m.k)]
         if m.k8 is not m.k:
@@ -232,7 +260,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
         body,
         *[pipeline.tile((WARPGROUPS, ROWS, head_dim), ref.dtype) for ref in (x.q8, x.d8)],
         *[plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32)] * 2,
-        *[pipeline.tile((s.stages, ROWS, head_dim), ref.dtype) for ref in (x.v8, x.k)],
+        *[pipeline.tile((s.stages, s.keys, head_dim), ref.dtype) for ref in (x.v8, x.k)],
         tiles.staging(out_ref.dtype),
         [
             plgpu.Barrier(num_arrivals=4 + has_ids + has_own, num_barriers=WARPGROUPS),
@@ -242,7 +270,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
             plgpu.Barrier(num_barriers=WARPGROUPS),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages),
         ],
-        [pipeline.tile((s.stages, ROWS, head_dim), x.k8.dtype)] * has_k8,
+        [pipeline.tile((s.stages, s.keys, head_dim), x.k8.dtype)] * has_k8,
         [plgpu.SMEM((n, ROWS), jnp.int32) for n in (WARPGROUPS, s.stages) if has_ids],
         [plgpu.SMEM((WARPGROUPS, 2, ROWS), jnp.int32)] * has_own,
         collective_axes="warpgroup",

@@ -40,11 +40,19 @@ class Settings:
     programs: int = 132  # how many run side by side, one to a multiprocessor
     # Whether the warpgroups of the gradient of keys weigh in turns, see `pipeline.PingPong`.
     ping_pong: bool = False
+    # Whether the query gradient's slots have 128 keys and not 64, see `queries`. Then nothing but
+    # positions hides keys, and weights are those of plain scores.
+    is_wide: bool = False
+
+    @property
+    def keys(self) -> int:
+        """Keys of a slot of the query gradient."""
+        return 2 * ROWS if self.is_wide else ROWS
 
     @property
     def together(self) -> int:
         """Slots of keys that the query gradient holds at once where nothing is hidden."""
-        return min(self.stages, 2)
+        return 1 if self.is_wide else min(self.stages, 2)
 
     @property
     def left(self) -> int | None:
@@ -132,8 +140,25 @@ def rows_of(ref: Ref, b: jax.Array, head: jax.Array, rows: Any) -> Ref:
     return ref.at[(b, rows, head) if is_16_bit else (b, head, rows)]
 
 
+class Place(NamedTuple):
+    """A slot, or 64 of its 128 rows."""
+
+    slot: jax.Array
+    half: jax.Array | None = None
+
+
+def at(memory: Ref, place: Place) -> Ref:
+    whole = memory.at[place.slot]
+    return whole if place.half is None else whole.at[pl.ds(place.half * ROWS, ROWS)]
+
+
+def columns(x: jax.Array, half: int) -> jax.Array:
+    """64 of the columns of an accumulator ``[64, 128]``."""
+    return lax.slice(x, (0, half * ROWS), (ROWS, (half + 1) * ROWS))
+
+
 class Span(NamedTuple):
-    """Steps of 64 others; those before `inner` and from `outer` on have something hidden."""
+    """Steps of the others in a slot; those before `inner` and from `outer` on hide something."""
 
     begin: jax.Array
     inner: jax.Array
@@ -149,8 +174,9 @@ def span(
     after: int | None,
     together: int = 1,
     segments: Bounds | None = None,
+    size: int = ROWS,
 ) -> Span:
-    """Steps of 64 others that some of `count` positions from `first` on see, and that all see.
+    """Steps of `size` others that some of `count` positions from `first` on see, and that all see.
 
     Others end at `length`, and each position sees `before` back and `after` ahead, or without
     limit. The steps in the middle are a multiple of `together`; `segments` limit what is seen
@@ -159,7 +185,7 @@ def span(
     last = first + (count - 1)
     seen = visible(first, last, length, before, after, segments)
     start, stop, full_start, full_stop = seen
-    step = jnp.int32(ROWS)
+    step = jnp.int32(size)
     end = lax.div(jnp.maximum(stop, 0) + (step - 1), step)
     begin = jnp.minimum(lax.div(start, step), end)
     inner = jnp.clip(lax.div(full_start + (step - 1), step), begin, end)
@@ -229,6 +255,13 @@ def add_product(total: jax.Array, words: jax.Array, b: Ref) -> jax.Array:
 def scores_factor(s: Settings) -> float:
     """The factor of products of unscaled codes, see `Tile.weigh`."""
     return s.scale * (LOG2_E if s.soft_cap is None else 1 / s.soft_cap)
+
+
+def loaded(ref: Ref) -> jax.Array:
+    """A number for each column from shared memory, before what follows."""
+    x = pipeline.load(ref, COLUMN)
+    kind = pipeline.array(x.shape, x.dtype, COLUMN)
+    return pipeline.inline(mgpu.optimization_barrier, (COLUMN,), kind)(x)
 
 
 def arrived(x: jax.Array) -> jax.Array:
