@@ -40,7 +40,7 @@ def cast(arrays: Any, axes: frozenset[str]) -> Any:
     return jax.tree.map(one, arrays) if axes else arrays
 
 
-def _typed(shapes: Any, axes: frozenset[str]) -> Any:
+def typed_shapes(shapes: Any, axes: frozenset[str]) -> Any:
     """`ShapeDtypeStruct`s of arrays that vary along these axes."""
     if not axes:
         return shapes
@@ -60,7 +60,7 @@ def typed(launch: Callable[[Any], Callable[..., Any]], shapes: Any) -> Callable[
 
     def call(*inputs: Any) -> Any:
         axes = axes_of(inputs)
-        return cast(launch(_typed(shapes, axes))(*cast(inputs, axes)), axes)
+        return cast(launch(typed_shapes(shapes, axes))(*cast(inputs, axes)), axes)
 
     return call
 

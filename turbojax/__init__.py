@@ -31,6 +31,7 @@ from turbojax.caches.progressive import CacheSide as CacheSide
 from turbojax.caches.progressive import ProgressiveCache as ProgressiveCache
 from turbojax.caches.progressive import init_cache as init_cache
 from turbojax.caches.verbs import append as append
+from turbojax.caches.verbs import append_and_decode as append_and_decode
 from turbojax.caches.verbs import decode as decode
 from turbojax.caches.verbs import dequantize as dequantize
 from turbojax.caches.verbs import prefill as prefill
@@ -58,6 +59,7 @@ __all__ = [
     "ProgressiveCache",
     "TurboConfig",
     "append",
+    "append_and_decode",
     "append_latents",
     "decode",
     "dequantize",

@@ -104,11 +104,11 @@ def launch(
     return varying.typed(lambda out: call(out_type=out), list(out))(*inputs)
 
 
-# Inputs of at most this many bytes are copied before the kernel reads them, see `_apart`.
+# Inputs of at most this many bytes are copied before the kernel reads them, see `apart`.
 _SMALL = 2**20
 
 
-def _apart(x: jax.Array) -> jax.Array:
+def apart(x: jax.Array) -> jax.Array:
     """Keeps XLA from letting a kernel read a small slice in place.
 
     In a loop whose steps slice an array, as `lax.scan` does, the slice's address changes in every
@@ -144,7 +144,7 @@ def update(
             name=name,
         )
 
-        read = [_apart(x) for x in operands[:count]]
+        read = [apart(x) for x in operands[:count]]
 
         def write(refs: list[Any]) -> None:
             kernel(*read, *refs)

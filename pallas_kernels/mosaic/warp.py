@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
@@ -113,16 +114,12 @@ def launch(
     `s` has `warpgroups`, `warps`, `stages` and `warp_bytes`; `cluster` may be `cluster` and
     `cluster_names`, if programs share memory.
     """
-    memory = [
-        plgpu.SMEM((s.warps * s.warp_bytes(head_dim),), jnp.uint8),
-        plgpu.SMEM((s.warps * s.stages * _BARRIER_BYTES // 4,), jnp.int32),
-    ]
     if "cluster_names" in cluster:
         cluster["cluster_names"] = all_own(cluster["cluster_names"])
     call = functools.partial(
         plgpu.kernel,
         kernel,
-        scratch_types=memory,
+        scratch_types=_memory(s, head_dim),
         grid=tuple(grid.values()),
         grid_names=all_own(grid),
         num_threads=s.warpgroups,
@@ -131,6 +128,41 @@ def launch(
         **cluster,
     )
     return varying.typed(lambda out: call(out_type=out), list(out))
+
+
+def update(
+    kernel: Callable[..., None],
+    name: str,
+    out: Sequence[jax.ShapeDtypeStruct],
+    grid: dict[str, int],
+    s: Any,
+    head_dim: int,
+) -> Any:
+    """As `launch`, of a kernel that also writes to operands that are mutable references."""
+
+    def body(*refs: Any) -> None:
+        memory = _memory(s, head_dim)
+        pl.run_scoped(functools.partial(kernel, *refs), *memory, collective_axes="warpgroup")
+
+    def call(*operands: Any) -> Any:
+        mesh = plgpu.Mesh(
+            grid=tuple(grid.values()),
+            grid_names=all_own(grid),
+            num_threads=s.warpgroups,
+            thread_name="warpgroup",
+            kernel_name=name,
+        )
+        types = varying.typed_shapes(list(out), varying.axes_of(operands))
+        return pl.kernel(body, out_type=types, mesh=mesh, name=name)(*operands)
+
+    return call
+
+
+def _memory(s: Any, head_dim: int) -> list[Any]:
+    return [
+        plgpu.SMEM((s.warps * s.warp_bytes(head_dim),), jnp.uint8),
+        plgpu.SMEM((s.warps * s.stages * _BARRIER_BYTES // 4,), jnp.int32),
+    ]
 
 
 # Queries -----------------------------------------------------------------------------------------

@@ -426,9 +426,13 @@ def test_the_verbs_serve_it(name):
     out, cache = tj.prefill(query, key, value, empty(name), key_value_seq_lengths=lengths)
     assert_found(out, start, LENGTHS)
     query, key, value = at(LENGTHS, STEPS)
+    both = tj.append_and_decode(
+        query, key, value, cache, lengths=jnp.asarray(count), return_residual=True
+    )
     cache = tj.append(cache, key, value, lengths=count)
     np.testing.assert_array_equal(cache.lengths, LENGTHS + count)
     out, lse = tj.decode(query, cache, query_seq_lengths=count, return_residual=True)
+    jax.tree.map(np.testing.assert_array_equal, both, ((out, lse), cache))
     assert_found(out, LENGTHS, count)
     is_padding = np.arange(STEPS)[None] >= count[:, None]
     assert (np.asarray(out)[is_padding] == 0).all()

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.mosaic.hopper.paged import append as hopper
 from pallas_kernels.triton import paged_append as kernel
+from tests.attention.paged_helpers import filled, normal
 from tests.caches.cache_helpers import assert_same_bits
 from tests.caches.paged_append_helpers import (
     MIXES,
@@ -27,7 +28,8 @@ from tests.caches.paged_append_helpers import (
 from tests.gpu.gpu_helpers import KERNELS, on_hopper
 from turbojax import polar
 from turbojax._device import needs_hopper
-from turbojax.caches.paged import formats
+from turbojax.attention.options import Options
+from turbojax.caches.paged import formats, mosaic_gpu
 from turbojax.caches.paged import pool as paged
 
 pytestmark = pytest.mark.gpu
@@ -171,3 +173,52 @@ def test_the_gpu_chooses_the_kernel(kv_dtype):
     arguments = cache, *tokens(1, 128, jnp.bfloat16), TABLES, integers(0, 0, 0)
     chosen = kernel.NAME if needs_hopper() else hopper.NAME
     assert chosen in str(jax.make_jaxpr(paged.append)(*arguments))
+
+
+@on_hopper
+@pytest.mark.quick(7)
+@pytest.mark.parametrize(
+    ("kv_dtype", "head_dim", "heads", "page_size", "given"),
+    [
+        ("turbo4", 128, 8, 64, {}),
+        ("turbo4", 64, 2, 16, {"is_split": True}),
+        ("turbo4", 128, 64, 128, {"window": (300, 0)}),
+        ("fp8_e4m3", 128, 8, 16, {"is_split": True}),
+        ("fp8_e5m2", 64, 64, 64, {"window": (3000, 0)}),
+        ("auto", 128, 8, 64, {"is_split": True}),
+        ("auto", 64, 24, 16, {"logits_soft_cap": 20.0}),
+        ("int8", 128, 8, 32, {}),
+        ("int8", 64, 40, 64, {"is_split": True, "window": (300, 0)}),
+    ],
+)
+def test_attention_that_stores_new_tokens_has_the_bits_of_two_calls(
+    kv_dtype, head_dim, heads, page_size, given
+):
+    """With one token, none, one without a page; in a new page, in the first; several programs."""
+    given = dict(given)
+    is_split = given.pop("is_split", False)
+    after = (9001, 2049, 256, 1, 64, 1101)
+    cache, tables = filled(kv_dtype, after, 2, head_dim, page_size, dtype=jnp.bfloat16)
+    tables = tables.at[5, 1100 // page_size].set(-1)
+    counts, held = integers(1, 1, 1, 1, 0, 1), integers(*after)
+    key, value = tokens(1, head_dim, jnp.bfloat16, 2, batch=6)
+    query = normal(6, (6, 1, heads, head_dim), jnp.bfloat16)
+    options, launch = Options(True, scale=0.1, **given), mosaic_gpu.Launch(is_split)
+    static = {"options": options, "launch": launch}
+
+    @jax.jit
+    def both(cache):
+        where = tables, held - counts
+        return mosaic_gpu.append_and_attend(
+            query, key, value, cache, *where, counts, counts, **static
+        )
+
+    @jax.jit
+    def two(cache):
+        stored = paged.append(cache, key, value, tables, held - counts, new_lengths=counts)
+        return mosaic_gpu.attend(query, stored, tables, held, counts, **static), stored
+
+    got, want = both(cache), two(cache)
+    assert_same_bits(*(jax.tree.map(as_bits, x) for x in (got, want)))
+    assert int(got[1].dropped_tokens) == 1
+    assert np.isfinite(np.asarray(got[0][0][:4].astype(jnp.float32))).all()

@@ -666,10 +666,68 @@ def test_the_pages_that_must_exist(monkeypatch, window, shared):
         zero = warp.integer(0)
         found = 0
         for number in range(shared):
-            row = merge._Row(
+            row = merge.Row(
                 a, [], s, types.SimpleNamespace(shared=shared), zero, zero, zero,
                 warp.integer(length), zero, warp.Int(warp.LANES), warp.integer(number), zero,
             )  # fmt: skip
             pages = row.pages(row.first_needed + row.warp * 32)
             found |= int(row.has_bad_page(pages).value[0])
         assert (found == 0) == want
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 8), ("float32", 6)])
+def test_a_call_of_one_part_is_finished_as_the_merge_does(monkeypatch, dtype, rows):
+    """Bit for bit, in the kernel or after it; where nothing is seen, and where a page is none."""
+    for module in (frame, inputs, kernel, merge, rotation):
+        monkeypatch.setattr(module, "lane", warp)
+    rng = np.random.default_rng(rows)
+    s, head_dim, batch = dataclasses.replace(settings("turbo4", rows=8), part=2048), 64, 3
+    lengths, kinds = np.int32([100, 90, 80]), {"bfloat16": ml_dtypes.bfloat16}
+    tables = np.arange(batch * 8, dtype=np.int32).reshape(batch, 8)
+    tables[1, 2] = -1
+    size = batch * rows
+    final = [np.zeros((size, head_dim), kinds.get(dtype, np.float32)), np.zeros(size, np.float32)]
+    again = [x.copy() for x in final]
+    partials = [np.zeros((size + 8, *end), np.float32) for end in ((head_dim,), (), ())]
+
+    def pointers(*arrays):
+        return [warp.Pointer(x.reshape(-1).view(np.uint8)) for x in arrays]
+
+    signs = rng.choice(np.float32([-1, 1]), head_dim)
+    a = inputs.Arrays(
+        *(None, *pointers(lengths), None, pointers(*final), 1, rows, 1, head_dim, dtype),
+        *(inputs.Pages(*[None] * 6, *pointers(signs)), *pointers(tables), 16, 8, batch * 8, 8),
+        is_padded=False,
+    )
+    merged = dataclasses.replace(a, outputs=pointers(*again))
+    left = dataclasses.replace(a, outputs=pointers(*partials))
+    lane_of, zero = kernel.Place.here, warp.integer(0)
+    for b in range(batch):
+        area = np.zeros(4 * s.warp_bytes(head_dim), np.uint8)
+        for number in range(4):
+            found = area[number * s.warp_bytes(head_dim) :][: 4 * 8 * (head_dim + 2)]
+            o, m, l = np.split(found.view(np.float32), [8 * head_dim, 8 * head_dim + 8])
+            o[:], m[:], l[:] = (rng.normal(size=x.shape) ** 2 for x in (o, m, l))
+            m[number :: number + 1], l[number :: number + 1] = -np.inf, 0
+            m[5], l[5] = -np.inf, 0
+        at = types.SimpleNamespace(
+            tile=zero, run=zero, pair=warp.integer(b), batch=warp.integer(b), head=zero,
+            length=warp.integer(int(lengths[b])),
+        )  # fmt: skip
+        for number in range(4):
+            monkeypatch.setattr(warp.STATE, "number", number)
+            kernel._finish(a, at, lane_of(), warp.Pointer(area), s)
+            kernel._combine(left, at, warp.Pointer(area), s)
+        for tile in range(-(-rows // 4)):
+            for number in range(4):
+                monkeypatch.setattr(warp.STATE, "number", number)
+                ids = [warp.integer(tile), warp.integer(b)]
+                row = merge.Row.of(merged, pointers(*partials), ids, s, merge.Layout(1, 4))
+                with warp.when(row.number < rows):
+                    residues = [row.residue(warp.integer(i)) for i in range(4)]
+                    merge.finish(row, residues, row.has_bad_page(row.pages(row.first_needed)))
+    for x, y in zip(final, again, strict=True):
+        np.testing.assert_array_equal(x.astype(np.float32), y.astype(np.float32))
+    assert np.isnan(final[0][rows : 2 * rows].astype(np.float32)).all()
+    assert np.isfinite(final[0][:rows].astype(np.float32)).all()
+    assert (final[1] == -np.inf).any()

@@ -379,7 +379,11 @@ def block_barrier():
     STATE.barrier()
 
 
-publish_stores = warp_barrier
+publish_stores = publish_global_stores = warp_barrier
+
+
+def wait(barrier, parity):
+    """What is waited for is there."""
 
 
 def named_barrier(number, threads):
@@ -463,6 +467,14 @@ class Pointer:
     memory: np.ndarray
     offset: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(32, np.int64))
 
+    @classmethod
+    def choose(cls, condition, a, b):
+        """To loads: both pointers' memory, one after the other."""
+        size = a.memory.size + -a.memory.size % 16
+        memory = np.zeros(size + b.memory.size, np.uint8)
+        memory[: a.memory.size], memory[size:] = a.memory, b.memory
+        return cls(memory, np.where(condition.value, a.offset, size + b.offset))
+
     def at(self, *offsets):
         return Pointer(self.memory, self.offset + sum(_signed(x).astype(np.int64) for x in offsets))
 
@@ -514,6 +526,12 @@ class Pointer:
         index = self.offset[:, None] + np.arange(size)
         data = x.value.view(np.uint32)[:, None].view(np.uint8)[:, :size]
         self.memory[index[STATE.active[-1]]] = data[STATE.active[-1]]
+
+    def store_as(self, x, dtype):
+        if dtype == "float32":
+            self.store_words([x])
+        else:
+            self.store_low(half.pack(x, number(0.0), dtype), 16)
 
     def add(self, x):
         self._must_be_aligned(4, "addition")

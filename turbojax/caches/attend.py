@@ -74,8 +74,9 @@ def attend_new_tokens(implementation: str | None = None) -> Attend:
         name, outs = _name_for(kind, implementation), []
         for first in range(0, tokens, most):
             q, k, v = (x[:, first : first + most] for x in (query, key, value))
-            cache = kind.append(cache, k, v, implementation=kind.writer(name, k.shape[1]))
-            outs.append(kind.decode(q, cache, **of_call(q, options, sinks, name))[0])
+            given = of_call(q, options, sinks, name)
+            (out, _), cache = kind.append_and_decode(q, k, v, cache, **given)
+            outs.append(out)
         return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1), cache
 
     return attend

@@ -344,6 +344,27 @@ class Kind(Stored[C]):
         those of `prefill`; `query_lengths` are optional int ``[B]``, the real queries.
         """
 
+    def append_and_decode(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: C,
+        lengths: jax.Array | None = None,
+        query_lengths: jax.Array | None = None,
+        *,
+        options: Options,
+        modifiers: ScoreModifiers = NO_MODIFIERS,
+    ) -> tuple[Attended, C]:
+        """`append`, then `decode`; a kind whose kernels can do both at once overrides this.
+
+        `lengths` are those of `append`, `query_lengths` those of `decode`, as are other arguments
+        and errors. What writes is chosen beside `options.implementation`.
+        """
+        writer = self.writer(options.implementation, key.shape[1])
+        cache = self.append(cache, key, value, lengths=lengths, implementation=writer)
+        return self.decode(query, cache, query_lengths, options=options, modifiers=modifiers), cache
+
     def most_new_tokens(self, cache: C, options: AttentionOptions) -> int | None:
         """How many new tokens can be stored before they attend; None if there is no limit.
 

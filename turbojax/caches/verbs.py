@@ -1,4 +1,4 @@
-"""`append`, `prefill`, `decode` and `dequantize`: the verbs of every contiguous cache.
+"""The verbs of every contiguous cache: `append`, `prefill`, `decode`, both in one, `dequantize`.
 
 They check and complete the options of a call, once, and hand it to the cache's kind.
 """
@@ -249,6 +249,77 @@ def decode(
         return out
     assert residual is not None
     return out, residual
+
+
+def append_and_decode(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: C,
+    *,
+    lengths: jax.Array | None = None,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> tuple[jax.Array | tuple[jax.Array, jax.Array], C]:
+    """Stores new tokens, and attends their queries to all tokens so far: a layer's decode step.
+
+    The bits are those of `append`, then `decode`. With pages, under `jit` on Hopper, one kernel
+    does both for one token of each sequence, see `turbojax.paged.append_and_attend`.
+
+    Args:
+      query: as `decode`.
+      key: as `append`.
+      value: as `append`.
+      cache: the cache to extend, of any kind whose keys and values have heads.
+      lengths: optional int ``[B]``: how many of the `T` tokens belong to each sequence, the first
+        ones; all of them if not given. Queries of the others are padding.
+      scale: as `decode`.
+      local_window_size: as `decode`.
+      logits_soft_cap: as `decode`.
+      sinks: as `decode`.
+      output_dtype: as `decode`.
+      implementation: as `decode`; what has this name and writes the cache does that, too.
+      return_residual: as `decode`.
+
+    Returns:
+      The results of `decode`, and the cache as `append` extends it.
+
+    Raises:
+      TypeError: as both.
+      ValueError: as both.
+      NotImplementedError: as both.
+    """
+    kind = _kind(cache)
+    _checks.check_query(query)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=True,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        output_dtype=output_dtype,
+        implementation=implementation,
+        residual=return_residual,
+    )
+    (out, residual), extended = kind.append_and_decode(
+        query,
+        key,
+        value,
+        cache,
+        lengths,
+        lengths,
+        options=options,
+        modifiers=given.of_layer(query, sinks),
+    )
+    if not return_residual:
+        return out, extended
+    assert residual is not None
+    return (out, residual), extended
 
 
 def dequantize(

@@ -130,9 +130,8 @@ def attend_next_token(
     """
     kind = kind_of(cache)
     lengths = new.astype(jnp.int32)
-    writer = kind.writer(implementation, 1)
-    cache = kind.append(cache, key, value, lengths=lengths, implementation=writer)
-    out, _ = kind.decode(query, cache, **of_call(query, options, None, implementation))
+    given = of_call(query, options, None, implementation)
+    (out, _), cache = kind.append_and_decode(query, key, value, cache, lengths, **given)
     return out, cache
 
 

@@ -1,7 +1,7 @@
 """Paged KV caches: the pool of pages, its allocator, and attention over them.
 
 `init_cache` makes the pool and `PageAllocator` hands out its pages; `append` writes tokens into
-them and `attention` reads them.
+them and `attention` reads them; `append_and_attend` does both.
 """
 
 from turbojax.caches.latent import paged_latent_attention as paged_latent_attention
@@ -14,6 +14,7 @@ from turbojax.caches.paged.allocator import PageAllocator as PageAllocator
 from turbojax.caches.paged.allocator import PageCopy as PageCopy
 from turbojax.caches.paged.allocator import PoolExhausted as PoolExhausted
 from turbojax.caches.paged.allocator import PoolStatistics as PoolStatistics
+from turbojax.caches.paged.decoding import append_and_attend as append_and_attend
 from turbojax.caches.paged.pool import PagedCache as PagedCache
 from turbojax.caches.paged.pool import append as append
 from turbojax.caches.paged.pool import gather as gather

@@ -62,6 +62,18 @@ PAGED_APPEND = table(
     lengths="B",
     new_lengths="B",
 ).needs_whole("B", _ONE_POOL)
+PAGED_APPEND_AND_ATTEND = table(
+    "paged.append_and_attend",
+    (_PART, OWN),
+    query="BTNH",
+    key="BTKH",
+    value="BTKH",
+    cache=OWN,
+    block_tables="BL",
+    lengths="B",
+    new_lengths="B",
+    query_seq_lengths="B",
+).needs_whole("B", _ONE_POOL)
 
 _LEVELS = {
     "levels": "BNTS",

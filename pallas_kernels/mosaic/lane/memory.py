@@ -208,6 +208,14 @@ def publish_stores() -> None:
         act("fence.proxy.async.shared::cta;")
 
 
+def publish_global_stores() -> None:
+    """Orders stores of a warp to global memory before copies from there that it starts later."""
+    act("fence.acq_rel.gpu;")
+    if has_bulk_copies():
+        act("fence.proxy.async.global;")
+    act("bar.warp.sync 0xffffffff;")
+
+
 def expect_bytes(barrier: Pointer, size: Int | int) -> None:
     """Arrives, and lets `barrier` wait for copies of this many bytes."""
     text = "mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;"

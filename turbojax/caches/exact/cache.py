@@ -150,6 +150,9 @@ def _append(cache: ExactCache, key: jax.Array, value: jax.Array, lengths: jax.Ar
     accepted = jnp.clip(lengths, 0, jnp.minimum(cache.max_length - cache.lengths, tokens))
     # Rows past the end are those that the scatter drops; no row is named twice.
     index = rolling_buffer.rows_of_new(cache.lengths, accepted, tokens, cache.room)
+    # XLA then computes it with the lengths after. Within both scatters it would need the lengths
+    # before, which these replace in place, so it would make a copy first, a launch in every step.
+    index = jax.lax.optimization_barrier(index)
     put = jax.vmap(lambda old, i, new: old.at[i].set(new, mode="drop", unique_indices=True))
     return dataclasses.replace(
         cache,

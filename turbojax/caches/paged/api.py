@@ -186,7 +186,7 @@ def attend(
     """`paged_attention` of `Options`, causal ones; gives the log-sum-exp too."""
     require_causal(options)
     checks.check_kind(cache, PagedCache)
-    _check_query(cache, query)
+    check_query(cache, query)
     batch, tokens = query.shape[:2]
     block_tables = page_checks.check_block_tables(block_tables, batch)
     lengths = page_checks.check_lengths("lengths", lengths, batch)
@@ -281,7 +281,8 @@ def select(
     )
 
 
-def _check_query(cache: PagedCache, query: jax.Array) -> None:
+def check_query(cache: PagedCache, query: jax.Array) -> None:
+    """Raises as `paged_attention` unless it is one for these pages."""
     _checks.check_query(query)
     if query.dtype != cache.dtype:
         raise TypeError(f"query.dtype={query.dtype} must equal cache.dtype={cache.dtype}")

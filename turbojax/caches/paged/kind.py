@@ -30,10 +30,12 @@ from turbojax.caches.base import (
     sizes_of,
 )
 from turbojax.caches.paged import api
+from turbojax.caches.paged.decoding import store_and_attend
 from turbojax.caches.paged.layer import (
     PAGE_SIZE,
     check_room,
     empty_layer,
+    extended,
     rolling_pages,
     rolling_tables,
 )
@@ -78,7 +80,7 @@ def attend(
     return found
 
 
-def append_and_attend(
+def append_and_attend_in_parts(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -212,7 +214,7 @@ class Pages(Kind[PagedLayer]):
         _checks.check_query_key_value(query, key, value)
         lengths = _checks.check_lengths("key_value_seq_lengths", lengths, *key.shape[:2])
         given: Any = {"options": options, "modifiers": modifiers}
-        return append_and_attend(query, key, value, cache, lengths, **given)
+        return append_and_attend_in_parts(query, key, value, cache, lengths, **given)
 
     def decode(
         self,
@@ -231,6 +233,34 @@ class Pages(Kind[PagedLayer]):
             query_lengths = jnp.clip(query_lengths, 0, query.shape[1])
         given: Any = {"options": options, "modifiers": modifiers}
         return attend(query, cache, query_lengths=query_lengths, **given)
+
+    def append_and_decode(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: PagedLayer,
+        lengths: jax.Array | None = None,
+        query_lengths: jax.Array | None = None,
+        *,
+        options: Options,
+        modifiers: ScoreModifiers = NO_MODIFIERS,
+    ) -> tuple[Attended, PagedLayer]:
+        """See `Kind.append_and_decode`: of one token in one kernel, where there is one."""
+        given: Any = {"options": options, "modifiers": modifiers}
+        if query.shape[1] != 1:
+            arrays = (query, key, value, cache, lengths, query_lengths)
+            return super().append_and_decode(*arrays, **given)
+        _checks.check_query(query)
+        rolling_buffer.check_visible(cache, options.window, 1)
+        new_tokens.check_whole(cache, modifiers)
+        total = check_room(cache, key, value, lengths)
+        given["max_length"], new = cache.max_length, None
+        if lengths is not None:
+            new = jnp.minimum(total, cache.max_length) - cache.lengths
+        where = cache.block_tables, cache.lengths, new, query_lengths
+        attended, pages = store_and_attend(query, key, value, cache.pages, *where, **given)
+        return attended, extended(cache, pages, total)
 
     dequantize = staticmethod(dequantize)
 

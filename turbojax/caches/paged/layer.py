@@ -225,6 +225,11 @@ def append(
         first, counts = first + skipped, counts - skipped
     where: Any = {"new_lengths": counts, "implementation": implementation}
     pages = append_to_pages(cache.pages, key, value, cache.block_tables, first, **where)
-    return dataclasses.replace(
-        cache, pages=pages, lengths=kept, overflowed=cache.overflowed | (total > kept)
-    )
+    return extended(cache, pages, total)
+
+
+def extended(cache: PagedLayer, pages: PagedCache, total: jax.Array) -> PagedLayer:
+    """The layer with these pages, after tokens that lead to `total`, see `check_room`."""
+    kept = jnp.minimum(total, cache.max_length)
+    overflowed = cache.overflowed | (total > kept)
+    return dataclasses.replace(cache, pages=pages, lengths=kept, overflowed=overflowed)

@@ -11,17 +11,20 @@ import jax.numpy as jnp
 from turbojax import polar
 from turbojax._device import has_bulk_copies, needs_e4m3, needs_mosaic, shared_memory
 from turbojax.attention.options import Options
+from turbojax.caches.paged import append_mosaic
 from turbojax.caches.paged.formats import Codes, Float8, Format, Int8
 from turbojax.caches.paged.pool import PagedCache
 from turbojax.numerics.rows import HEAD_DIMS
 
 if TYPE_CHECKING:
-    from pallas_kernels.mosaic.hopper.paged.kernel import Settings, Stored
+    from pallas_kernels.mosaic.hopper.paged.kernel import Pages, Settings, Stored
 
 # Kinds of pages whose keys and values are read alike; in others each side is read in its own way.
 _ALIKE = ("turbo4", "fp8_e4m3", "fp8_e5m2", "auto")
 _PLAIN_DTYPES = ("bfloat16", "float16")
 MOST_QUERY_ROWS = 64
+# Of which half a warp, or less, has a vector.
+_STORED_DIMS = (64, 128)
 # Where a program takes few tokens, its results are as large as what it reads.
 MOST_SPLIT_ROWS = 16
 # Query rows that a program with a part of turbo4 pages takes, if there are more than half of it.
@@ -196,26 +199,91 @@ def attend(
     settings = fitting(
         settings_of(query, cache, options, launch), _channels(cache) or query.shape[3]
     )
-    signs, dtype = cache.rotation.signs if cache.formats.is_rotated else None, query.dtype
+    pages, dtype = _pages(cache), query.dtype
     if settings.channels is not None:
-        query, signs = _padded(polar.rotate(query, cache.rotation), _channels(cache)), None
+        query = _padded(polar.rotate(query, cache.rotation), _channels(cache))
+        pages = pages._replace(signs=None)
+    out, lse = kernel.attend(query, pages, block_tables, lengths, query_lengths, settings)
+    if settings.channels is not None:
+        out = polar.unrotate(out[..., : cache.head_dim], cache.rotation)
+        out = out.astype(options.out_dtype or dtype)
+    return out, lse
+
+
+def _pages(cache: PagedCache) -> "Pages":
+    from pallas_kernels.mosaic.hopper.paged import kernel
+
     key_scale, value_scale = (
         None if x is None else x[None] for x in (cache.key_scale, cache.value_scale)
     )
-    pages = kernel.Pages(
+    return kernel.Pages(
         cache.key,
         cache.value,
         cache.key_norm,
         cache.value_norm,
         key_scale,
         value_scale,
-        signs,
+        cache.rotation.signs if cache.formats.is_rotated else None,
     )
-    out, lse = kernel.attend(query, pages, block_tables, lengths, query_lengths, settings)
-    if settings.channels is not None:
-        out = polar.unrotate(out[..., : cache.head_dim], cache.rotation)
-        out = out.astype(options.out_dtype or dtype)
-    return out, lse
+
+
+def stores(cache: PagedCache, query: jax.Array) -> bool:
+    """Whether `append_and_attend` can run what `append_mosaic.append` and `attend` can."""
+    is_alike = cache.formats.key == cache.formats.value
+    return is_alike and query.shape[1] == 1 and cache.head_dim in _STORED_DIMS
+
+
+@functools.partial(jax.jit, static_argnames=("options", "max_length", "launch"))
+def append_and_attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    new_lengths: jax.Array | None,
+    query_lengths: jax.Array | None,
+    *,
+    options: Options,
+    max_length: int | None = None,
+    launch: Launch | None = None,
+) -> tuple[tuple[jax.Array, jax.Array], PagedCache]:
+    """`append_mosaic.append` of a token of each sequence, then `attend`: one kernel, and a merge.
+
+    `lengths` are those before. `max_length` stands for `new_lengths`: 1 for sequences below it.
+    """
+    from pallas_kernels.mosaic.hopper.paged import kernel
+
+    launch = launch or default_launch(call_of(query, cache, block_tables, options))
+    new = append_mosaic.settings(cache, key, block_tables.shape[1])
+    new = dataclasses.replace(new, max_length=max_length)
+    settings = dataclasses.replace(
+        settings_of(query, cache, options, launch), max_length=max_length
+    )
+    attended, pages, dropped_tokens = kernel.append_and_attend(
+        query,
+        _pages(cache),
+        block_tables,
+        lengths,
+        query_lengths,
+        new_lengths,
+        kernel.New(
+            key.reshape(-1, cache.head_dim),
+            value.reshape(-1, cache.head_dim),
+            cache.dropped_tokens.reshape(1),
+        ),
+        fitting(settings, cache.head_dim),
+        new,
+    )
+    cache = dataclasses.replace(
+        cache,
+        key=pages.key,
+        value=pages.value,
+        key_norm=pages.key_norm,
+        value_norm=pages.value_norm,
+        dropped_tokens=dropped_tokens.reshape(()),
+    )
+    return attended, cache
 
 
 def _padded(x: jax.Array, channels: int | None) -> jax.Array:

@@ -293,7 +293,7 @@ def append(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
-    block_tables, lengths = _check_arguments(cache, key, value, block_tables, lengths)
+    block_tables, lengths = check_arguments(cache, key, value, block_tables, lengths)
     batch, tokens = key.shape[:2]
     new_lengths = _checks.check_lengths("new_lengths", new_lengths, batch, tokens)
     page_checks.check_places(cache, block_tables, lengths, new_lengths)
@@ -360,13 +360,14 @@ def gather(
     return key.astype(wanted), value.astype(wanted)
 
 
-def _check_arguments(
+def check_arguments(
     cache: PagedCache,
     key: jax.Array,
     value: jax.Array,
     block_tables: jax.Array,
     lengths: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
+    """Block tables and lengths as `append` takes them; raises as it does."""
     checks.check_kind(cache, PagedCache)
     _checks.check_key_value(key, value)
     if key.shape[2:] != (cache.num_kv_heads, cache.head_dim):

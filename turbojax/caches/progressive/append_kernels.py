@@ -223,7 +223,10 @@ def appended(
         start = cache.num_blocks - first
         start = jnp.where(start < cache.blocks_of_room, start, -1)
     tokens = [x[:, 0] for x in (key, value)]
-    key_side, value_side = append(sides, tokens, accepted, cache.buffer_lengths, start)
+    # The bound, which changes nothing, makes XLA compute this with the lengths after. Of the array
+    # itself, which these replace in place, it would make a copy first, a launch in every step.
+    row = jnp.maximum(cache.buffer_lengths, 0)
+    key_side, value_side = append(sides, tokens, accepted, row, start)
     return append_reference.with_appended(cache, key_side, value_side, lengths, accepted)
 
 

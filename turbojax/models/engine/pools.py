@@ -221,6 +221,29 @@ def append_and_attend(pool: Pool) -> tuple[_Function, _Function]:
     return paged.append, paged_attention.attend
 
 
+def decode(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    pool: Pool,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    new_lengths: jax.Array,
+    **given: Any,
+) -> tuple[jax.Array, Pool]:
+    """Stores a token of each sequence, or none, and lets its query attend.
+
+    Arguments are those of `turbojax.caches.paged.store_and_attend`; `lengths` are those before.
+    """
+    if isinstance(pool, paged.LatentPages):
+        pool = _append_latents(pool, key, value, block_tables, lengths, new_lengths=new_lengths)
+        held = lengths + new_lengths
+        return _attend_latents(query, pool, block_tables, held, new_lengths, **given)[0], pool
+    where = block_tables, lengths, new_lengths, new_lengths
+    (out, _), pool = paged_attention.store_and_attend(query, key, value, pool, *where, **given)
+    return out, pool
+
+
 def check_call(
     implementation: str | None,
     pool: Pool,

@@ -36,6 +36,7 @@ from turbojax.models.engine.pools import (
     Windows,
     append_and_attend,
     check_call,
+    decode,
     group_of,
     layers_of,
 )
@@ -469,27 +470,30 @@ def _attend(
     decoding = jnp.where(decodes, work.slots[:rows], state.slots)
     row_tables = state.tables_of(decoding)
     counts = decodes.astype(jnp.int32)
-    row_lengths = jnp.where(decodes, positions[:rows] + 1, 0)
+    held = jnp.where(decodes, positions[:rows], 0)
     parts = _Parts.of(work, state, program) if program.parts else None
     segments = segments_of(work.slots, positions)
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         group = group_of(options.local_window_size, windows)
-        pages = pages_at(state, work.slots, positions, cache.page_size)
-        cache = append_at(cache, key, value, pages[group], positions, is_real)
         static, modifiers = options.complete(query.shape[3], implementation), of_layer(query, sinks)
         given: Any = {"options": static, "modifiers": modifiers}
+        if not program.pieces:
+            query, key, value = (x[0, :, None] for x in (query, key, value))
+            where = row_tables[group], held, counts
+            decoded, cache = decode(query, key, value, cache, *where, **given)
+            return decoded[None, :, 0], cache
+        pages = pages_at(state, work.slots, positions, cache.page_size)
+        cache = append_at(cache, key, value, pages[group], positions, is_real)
         _, attend_pages = append_and_attend(cache)
         alone = None
         if prompts is not None and is_compressed(cache):
             alone = DenseTokens.of(query, key, value, segments)
             query = alone.query
         decoded, _ = attend_pages(
-            query[0, :rows, None], cache, row_tables[group], row_lengths, counts, **given
+            query[0, :rows, None], cache, row_tables[group], held + counts, counts, **given
         )
         decoded = decoded[:, 0]
-        if not program.pieces:
-            return decoded[None], cache
         if alone is not None and prompts is not None:
             out = attend_densely(alone, prompts, static, modifiers)
         else:

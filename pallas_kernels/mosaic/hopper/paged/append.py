@@ -18,7 +18,7 @@ Roofline in full and versions: `docs/kernels/paged.md`.
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -72,6 +72,7 @@ class Settings:
     num_pages: int  # `P`
     entries: int  # of a sequence in the block tables
     rounds: int  # how often a warp takes vectors
+    max_length: int | None = None  # sequences with fewer tokens have a new one
 
     @property
     def lanes(self) -> int:
@@ -80,6 +81,13 @@ class Settings:
     @property
     def together(self) -> int:
         return _LANES // self.lanes
+
+    def vector_bytes(self, side: int) -> int:
+        """Bytes of a stored vector of keys, or of values, besides its norm."""
+        stored = self.sides[side]
+        if stored is None:
+            return self.head_dim * _WIDTH[self.dtype]
+        return self.head_dim * (stored.bits if isinstance(stored, Codec) else 8) // 8
 
     @property
     def programs(self) -> int:
@@ -93,12 +101,17 @@ class Side:
     norms: Pointer | None  # float16 ``[P, K, page_size]``: norms of codes, or scales of int8
     scale: Pointer | None  # float32 ``[]``, of 8-bit floats
 
+    def store(self, at: "Place", store: "Store", vector_bytes: int) -> None:
+        """Stores a vector in its place in the pool."""
+        norm = None if self.norms is None else self.norms.times(at.index, 2)
+        store(self.data.times(at.index, vector_bytes), norm)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
     tables: Pointer  # int32 ``[B, entries]``
     lengths: Pointer  # int32 ``[B]``, tokens held before
-    new_lengths: Pointer  # int32 ``[B]``
+    new_lengths: Pointer | None  # int32 ``[B]``; None for `Settings.max_length`
     signs: Pointer | None  # float32 ``[H]``, the rotation's, if there are codes
     sides: tuple[Side, ...]
     dropped_tokens: Pointer  # int32 ``[]``
@@ -186,16 +199,18 @@ def write(a: Arrays, side: int, warp: Int, number: Int, s: Settings) -> None:
     of_side, place = a.sides[side], number % s.lanes
     first = warp * (s.rounds * s.together) + number // s.lanes
     rows = [first + i * s.together for i in range(s.rounds)]
-    loaded = [_load(of_side.vectors, row, place, s) for row in rows]
+    loaded = [load(of_side.vectors, row, place, s) for row in rows]
     places = [find(a, row, s) for row in rows]
-    store = _writer(a, side, place, s)
+    encode = encoder(of_side.scale, s.sides[side], a.signs, place, s)
     for words, at in zip(loaded, places, strict=True):
-        store(words, at)
+        store = encode(words)
+        with lane.when(at.kept):
+            of_side.store(at, store, s.vector_bytes(side))
         if side == 0:
-            _count(a.dropped_tokens, at, place)
+            count_dropped(a.dropped_tokens, at, place)
 
 
-def _load(vectors: Pointer, row: Int, place: Int, s: Settings) -> list[Int]:
+def load(vectors: Pointer, row: Int, place: Int, s: Settings) -> list[Int]:
     """A lane's channels as stored; past the end those of the last vector."""
     width = _WIDTH[s.dtype]
     start = vectors.times(row.minimum(s.vectors - 1), s.head_dim * width)
@@ -217,7 +232,11 @@ def find(a: Arrays, row: Int, s: Settings) -> Place:
     page = table.at(entry.minimum(s.entries - 1).maximum(0) << 2).word()
     has_entry = (position >= 0) & (entry < s.entries)
     has_page = has_entry & (page >= 0) & (page < s.num_pages)
-    count = a.new_lengths.at(sequence << 2).word()
+    if a.new_lengths is not None:
+        count = a.new_lengths.at(sequence << 2).word()
+    else:
+        assert s.max_length is not None
+        count = (position < s.max_length).where(lane.integer(1), 0)
     wanted = is_vector & (within < count)
     is_first = is_vector & head.equals(0)
     promised = (is_first & within.equals(0)).where((count - s.tokens).maximum(0), 0)
@@ -226,86 +245,88 @@ def find(a: Arrays, row: Int, s: Settings) -> Place:
     return Place(index, wanted & has_page, wanted & ~has_page & is_first, promised)
 
 
-def _count(dropped_tokens: Pointer, at: Place, place: Int) -> None:
+def count_dropped(dropped_tokens: Pointer, at: Place, place: Int) -> None:
     """Counts tokens that have no place; one lane of one vector of each token does it."""
     number = at.promised + at.is_dropped.where(lane.integer(1), 0)
     with lane.when(place.equals(0) & (number > 0)):
         dropped_tokens.add(number)
 
 
-def _writer(a: Arrays, side: int, place: Int, s: Settings) -> "functools.partial[None]":
-    of_side, stored = a.sides[side], s.sides[side]
+Store = Callable[[Pointer, Pointer | None], None]
+"""Stores a lane's channels of a vector, given its place, and its norm or scale, given that's."""
+
+
+def encoder(
+    scale: Pointer | None, stored: Stored, signs: Pointer | None, place: Int, s: Settings
+) -> Callable[[list[Int]], Store]:
+    """What encodes a lane's channels of a vector, as `load` gives them."""
     if stored is None:
-        return functools.partial(_store_plain, of_side, place, s)
+        return functools.partial(_plain, place, s)
     if isinstance(stored, Float8):
-        assert of_side.scale is not None
+        assert scale is not None
         # The instruction that XLA uses, for the same bits.
-        inverse = lane.divide(lane.number(1.0), of_side.scale.float())
-        return functools.partial(_store_float8, of_side, inverse, stored, place, s)
+        inverse = lane.divide(lane.number(1.0), scale.float())
+        return functools.partial(_float8, inverse, stored, place, s)
     if isinstance(stored, Int8):
-        return functools.partial(_store_int8, of_side, place, s)
-    assert a.signs is not None
-    words = a.signs.at(place * (4 * CHANNELS)).words(CHANNELS)
-    signs = [w.as_float() for w in words]
-    return functools.partial(_store_codes, of_side, signs, stored, place, s)
+        return functools.partial(_int8, place, s)
+    assert signs is not None
+    words = signs.at(place * (4 * CHANNELS)).words(CHANNELS)
+    return functools.partial(_codes, [w.as_float() for w in words], stored, place, s)
 
 
 # Formats -----------------------------------------------------------------------------------------
 
 
-def _store_plain(to: Side, place: Int, s: Settings, words: list[Int], at: Place) -> None:
-    width = CHANNELS * _WIDTH[s.dtype]
-    with lane.when(at.kept):
-        data = to.data.times(at.index, width * s.lanes).at(place * width)
+def _plain(place: Int, s: Settings, words: list[Int]) -> Store:
+    def store(vector: Pointer, norm: Pointer | None) -> None:
+        del norm
         for i in range(0, len(words), 4):
-            data.at(4 * i).store_words(words[i : i + 4])
+            vector.at(place * (CHANNELS * _WIDTH[s.dtype]), 4 * i).store_words(words[i : i + 4])
+
+    return store
 
 
-def _store_float8(
-    to: Side, inverse: Float, kind: Float8, place: Int, s: Settings, words: list[Int], at: Place
-) -> None:
-    """Stores vectors divided by the scale, rounded to nearest; NaN where they do not fit."""
+def _float8(inverse: Float, kind: Float8, place: Int, s: Settings, words: list[Int]) -> Store:
+    """Vectors divided by the scale, rounded to nearest; NaN where they do not fit."""
     x = [v * inverse for v in _numbers(words, s.dtype)]
     limit = lane.number(kind.largest)
     x = [(limit >= lane.absolute(v)).where(v, float("nan")) for v in x]
     pack = lane.pack_e5m2 if kind.is_e5m2 else lane.pack_e4m3
-    with lane.when(at.kept):
-        data = to.data.times(at.index, s.head_dim).at(place * CHANNELS)
-        data.store_words([pack(x[:4]), pack(x[4:])])
+    floats = [pack(x[:4]), pack(x[4:])]
+    return lambda vector, norm: vector.at(place * CHANNELS).store_words(floats)
 
 
-def _store_int8(to: Side, place: Int, s: Settings, words: list[Int], at: Place) -> None:
-    assert to.norms is not None
+def _int8(place: Int, s: Settings, words: list[Int]) -> Store:
     integers, scale = int8.encode(words, _numbers(words, s.dtype), s.lanes, s.dtype)
-    with lane.when(at.kept):
-        to.data.times(at.index, s.head_dim).at(place * CHANNELS).store_words(integers)
-    with lane.when(at.kept & place.equals(0)):
-        to.norms.times(at.index, 2).store_low(scale, 16)
+
+    def store(vector: Pointer, norm: Pointer | None) -> None:
+        vector.at(place * CHANNELS).store_words(integers)
+        _store_norm(norm, scale, place)
+
+    return store
 
 
-def _store_codes(
-    to: Side,
-    signs: list[Float],
-    codec: Codec,
-    place: Int,
-    s: Settings,
-    words: list[Int],
-    at: Place,
-) -> None:
-    assert to.norms is not None
-    codes, norm = encode(_numbers(words, s.dtype), signs, codec, place, s)
-    with lane.when(at.kept):
-        data = to.data.times(at.index, s.head_dim * codec.bits // 8)
+def _codes(signs: list[Float], codec: Codec, place: Int, s: Settings, words: list[Int]) -> Store:
+    codes, bits_of_norm = encode(_numbers(words, s.dtype), signs, codec, place, s)
+
+    def store(vector: Pointer, norm: Pointer | None) -> None:
         if codec.bits == 4:
-            data.at(place << 2).store(lane.total([c << 4 * i for i, c in enumerate(codes)]))
+            vector.at(place << 2).store(lane.total([c << 4 * i for i, c in enumerate(codes)]))
         else:
             low = lane.total([(c & 3) << 2 * i for i, c in enumerate(codes)])
-            data.at(place << 1).store_low(low, 16)
+            vector.at(place << 1).store_low(low, 16)
         if codec.bits == 3:
             high = lane.total([c >> 2 << _high_place(i) for i, c in enumerate(codes)])
-            data.at(place, s.head_dim // 4).store_low(high, 8)
-    with lane.when(at.kept & place.equals(0)):
-        to.norms.times(at.index, 2).store_low(norm, 16)
+            vector.at(place, s.head_dim // 4).store_low(high, 8)
+        _store_norm(norm, bits_of_norm, place)
+
+    return store
+
+
+def _store_norm(norm: Pointer | None, bits: Int, place: Int) -> None:
+    assert norm is not None
+    with lane.when(place.equals(0)):
+        norm.store_low(bits, 16)
 
 
 def _high_place(i: int) -> int:

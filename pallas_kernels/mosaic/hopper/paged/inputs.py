@@ -67,6 +67,9 @@ class Settings:
     # Whether lanes copy pages, 16 bytes at a time: for GPUs without bulk copies.
     copies_words: bool = False
     out_dtype: str | None = None  # of the output, ``"float32"``; None for the queries'
+    # Where new tokens come with the call, without `new_lengths`: sequences with fewer tokens than
+    # this have one.
+    max_length: int | None = None
 
     @property
     def is_contiguous(self) -> bool:
@@ -185,6 +188,8 @@ class Arrays(warp.Arrays):
     num_pages: int
     room: int  # pages of the pool for each sequence
     is_padded: bool  # whether `query_lengths` are given; otherwise all queries are real
+    new_lengths: Pointer | None = None  # of sequences that get a new token, ``[B]``
+    max_length: int | None = None  # see `Settings.max_length`
 
     def count(self, size: int) -> int:
         """How many pieces of `size` tokens a sequence has room for, rounded up."""
@@ -199,11 +204,20 @@ class Arrays(warp.Arrays):
 
     def held(self, batch: Int) -> tuple[Int, Int]:
         """A sequence's tokens (0 if its length is more than it can have), and its queries."""
-        length, count = self.lengths.at(batch << 2).word(), lane.integer(self.tokens)
+        length, count = self.said(batch), lane.integer(self.tokens)
         if self.is_padded:
             count = self.query_lengths.at(batch << 2).word().maximum(0).minimum(self.tokens)
         fits = (length >= 0) & (length <= self.max_pages * self.page_size)
         return fits.where(length, 0), count
+
+    def said(self, batch: Int) -> Int:
+        """How many tokens a sequence is said to hold, a new one included."""
+        length, one = self.lengths.at(batch << 2).word(), lane.integer(1)
+        if self.new_lengths is not None:
+            return length + self.new_lengths.at(batch << 2).word().maximum(0).minimum(1)
+        return (
+            length if self.max_length is None else length + (length < self.max_length).where(one, 0)
+        )
 
     @classmethod
     def of(cls, refs: Any, inputs: Any, s: Settings) -> "Arrays":
@@ -218,7 +232,7 @@ class Arrays(warp.Arrays):
             tables=None if refs[2] is None else Pointer.to(refs[2]),
             lengths=Pointer.to(refs[3]),
             query_lengths=Pointer.to(refs[3] if refs[4] is None else refs[4]),
-            outputs=[Pointer.to(x) for x in refs[5:]],
+            outputs=[Pointer.to(x) for x in refs[6:]],
             tokens=tokens,
             heads=heads,
             kv_heads=pages.key.shape[1],
@@ -228,6 +242,8 @@ class Arrays(warp.Arrays):
             num_pages=pages.key.shape[0],
             room=pages.key.shape[0] // query.shape[0],
             is_padded=refs[4] is not None,
+            new_lengths=None if refs[5] is None else Pointer.to(refs[5]),
+            max_length=s.max_length,
             dtype=query.dtype.name,
         )
 

@@ -17,6 +17,7 @@ Every block has a softmax of its own, and is then joined with those before it: o
 sequence, `Settings.part` tokens at a fixed place, each warp takes every fourth block in order, then
 the four warps' results are joined, then the parts' (`merge`). A program takes a part, or, where
 those would be few, a few blocks (`Settings.is_split`), whose results the merge joins in that order.
+A call of a single part ends here. A new token that comes with it is stored, see `new_token`.
 So what is added up, and how, depends on a token's position alone: not on the length of its
 sequence, on how a prompt is cut into chunks, on the rest of the batch, or on the programs.
 
@@ -26,15 +27,24 @@ Roofline in full and versions: `docs/kernels/paged.md`.
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels import varying
 from pallas_kernels.layouts import LOG2_E
-from pallas_kernels.mosaic import lane, warp
-from pallas_kernels.mosaic.hopper.paged import codes, floats, merge, scaled, turbo4, turbo4_rows
+from pallas_kernels.mosaic import lane, lanes, warp
+from pallas_kernels.mosaic.hopper.paged import (
+    append,
+    codes,
+    floats,
+    merge,
+    scaled,
+    turbo4,
+    turbo4_rows,
+)
 from pallas_kernels.mosaic.hopper.paged.copies import page_of, start_copies
 from pallas_kernels.mosaic.hopper.paged.floats import Fp8, Plain
 from pallas_kernels.mosaic.hopper.paged.inputs import (
@@ -49,6 +59,7 @@ from pallas_kernels.mosaic.hopper.paged.inputs import (
 from pallas_kernels.mosaic.hopper.paged.inputs import Pages as Pages
 from pallas_kernels.mosaic.hopper.paged.inputs import Settings as Settings
 from pallas_kernels.mosaic.hopper.paged.inputs import Stored as Stored
+from pallas_kernels.mosaic.hopper.paged.new_token import NewToken
 from pallas_kernels.mosaic.hopper.paged.rotation import rotated
 from pallas_kernels.mosaic.lane import Int, Pointer
 
@@ -76,20 +87,56 @@ def channel_of(s: Settings) -> Callable[[int, Place, int], Int]:
     return turbo4.channel if s.has_norms else floats.channel
 
 
-_GRID = ("tile", "run", "pair")
+_GRID, _NAME = ("tile", "run", "pair"), "turbojax_paged_hopper"
+# Arrays of pages, which a new token is written to.
+_WRITTEN = ("key", "value", "key_norm", "value_norm")
 
 
 def _kernel(*refs: Any, s: Settings) -> None:
     def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
-        a = Arrays.of(refs, inputs, s)
-        at, here = Program.of(a, ids, s), Place.here()
-        # Read before it is known whether there is anything to do, which takes a load too.
-        own = at.start + lane.uniform(lane.thread() >> 5)
-        pages = [page_of(a, at, here, own + i * s.warps, s) for i in range(s.stages)]
-        with lane.when(at.start < at.stop):
-            _run(a, at, here, pages, (Pointer.to(memory[0]), Pointer.to(memory[1])), s)
+        _program(Arrays.of(refs, inputs, s), None, ids, memory, s)
 
     warp.inline(_GRID, refs, body)
+
+
+def _storing_kernel(*refs: Any, s: Settings, new: append.Settings) -> None:
+    """`_kernel` with a `New` after its inputs."""
+
+    def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
+        a = Arrays.of((*refs[:6], *refs[7:]), inputs, s)
+        given, pages = New(*map(Pointer.to, refs[6])), a.pages
+        sides = (
+            append.Side(given.key, pages.key, pages.key_norm, pages.key_scale),
+            append.Side(given.value, pages.value, pages.value_norm, pages.value_scale),
+        )
+        assert a.tables is not None
+        where = a.tables, a.lengths, a.new_lengths, pages.signs
+        arrays = append.Arrays(*where, sides, given.dropped_tokens)
+        _program(a, (arrays, new), ids, memory, s)
+
+    warp.inline(_GRID, refs, body)
+
+
+def _program(
+    a: Arrays,
+    new: tuple[append.Arrays, append.Settings] | None,
+    ids: list[Int],
+    memory: tuple[Any, Any],
+    s: Settings,
+) -> None:
+    at, here = Program.of(a, ids, s), Place.here()
+    # Read before it is known whether there is anything to do, which takes a load too.
+    own = at.start + lane.uniform(lane.thread() >> 5)
+    pages = [page_of(a, at, here, own + i * s.warps, s) for i in range(s.stages)]
+    new_token = None if new is None else NewToken.of(new[0], at, here, new[1])
+    smem = Pointer.to(memory[0]), Pointer.to(memory[1])
+    if a.is_final:
+        _run(a, at, here, pages, new_token, smem, s)
+    else:
+        with lane.when(at.start < at.stop):
+            _run(a, at, here, pages, new_token, smem, s)
+    if new_token is not None:
+        new_token.count_dropped(here, ids[1])
 
 
 def _run(
@@ -97,6 +144,7 @@ def _run(
     at: Program,
     here: Place,
     pages: list[Int],
+    new_token: NewToken | None,
     smem: tuple[Pointer, Pointer],
     s: Settings,
 ) -> None:
@@ -104,11 +152,15 @@ def _run(
     size = s.block * s.token_bytes(a.head_dim)
     arrivals = 32 if s.is_contiguous or s.copies_words else 1
     slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), size, s.stages, arrivals)
-    state = _walk(a, at, here, pages, products, slots, smem[0], s)
+    state = _walk(a, at, here, pages, new_token, products, slots, smem[0], s)
     if state is None:
         return
     _keep(state, slots.area, here, a.head_dim, channel_of(s), s)
-    _combine(a, at, smem[0], s)
+    lane.block_barrier()
+    if a.is_final:
+        _finish(a, at, here, smem[0], s)
+    else:
+        _combine(a, at, smem[0], s)
 
 
 def _walk(
@@ -116,6 +168,7 @@ def _walk(
     at: Program,
     here: Place,
     pages: list[Int],
+    new_token: NewToken | None,
     products: Products,
     slots: warp.Slots,
     area: Pointer,
@@ -130,6 +183,11 @@ def _walk(
         target = slots.slot(i), slots.barrier(i)
         start_copies(a, at, here, first + i * s.warps, page, target, s)
     query = _load_query(a, at, here, products, area, s)
+    if new_token is not None:
+        block = new_token.block(s)
+        is_own = (block >= first) & (block < at.stop) & ((block - first) & (s.warps - 1)).equals(0)
+        with lane.when(is_own):
+            new_token.store(first, slots, here, s)
 
     channel = channel_of(s)
 
@@ -306,8 +364,26 @@ def _leave(
                 sums.times(index, 4).store(found.totals[tile])
 
 
+def _finish(a: Arrays, at: Program, here: Place, area: Pointer, s: Settings) -> None:
+    """Writes the call's results: each warp joins what all found for some queries, as `merge`."""
+    zero, size = lane.integer(0), s.rows * a.head_dim
+    for start in range(0, s.rows, s.warps):
+        q = lane.uniform(lane.thread() >> 5) + start
+        number, layout = at.tile * s.rows + q, merge.Layout(1, s.rows)
+        numbers = number, at.pair, at.batch, at.length, zero, here.number, zero, zero
+        row = merge.Row(a, [], s, layout, *numbers)
+        with lane.when((q < s.rows) & (number < a.rows)):
+            found = warp.nothing(row.channels)
+            for i in range(s.warps):
+                kept = area.at(i * s.warp_bytes(a.head_dim))
+                own = kept.times(q, 4 * a.head_dim).at(row.first << 2).words(row.channels)
+                m, l = (kept.at(q << 2, 4 * (size + k * s.rows)).float() for k in (0, 1))
+                found = warp.joined(found, ([x.as_float() for x in own], m, l))
+            part = warp.joined(warp.nothing(row.channels), found)
+            merge.finish(row, [part], row.has_bad_page(row.pages(row.first_needed)))
+
+
 def _combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
-    lane.block_barrier()
     threads, size = 32 * s.warps, s.rows * a.head_dim
     for start in range(0, size, threads):
         element = lane.thread() + start
@@ -324,6 +400,70 @@ def _combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
                 result = warp.joined(result, ([kept.at(element << 2).float()], m, l))
             index = (at.pair * a.count(s.part) + at.run) * a.rows + row
             warp.write_partial(a, index, channel, (result[0][0], *result[1:]))
+
+
+class New(NamedTuple):
+    """A new token of each sequence; some may have none."""
+
+    key: Any  # ``[B * K, H]``, in the query's dtype
+    value: Any  # the same
+    dropped_tokens: Any  # int32 ``[1]``, to which those without a page are added
+
+
+def append_and_attend(
+    query: jax.Array,
+    pages: Pages,
+    tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array | None,
+    new_lengths: jax.Array | None,
+    new: New,
+    settings: Settings,
+    new_settings: append.Settings,
+) -> tuple[tuple[jax.Array, jax.Array], Pages, jax.Array]:
+    """Stores a new token of each sequence and attends to it and all others, in one launch.
+
+    Arguments and the first result are those of `attend`, but `lengths` are those before;
+    `new_lengths` int32 ``[B]`` are 1 where there is a new token, see also `Settings.max_length`.
+    Returned are also the pages and `New.dropped_tokens`, in their own memory if they were donated.
+    All bits are those of `append.append`, then `attend`. Under `vmap` calls follow one another.
+    """
+    names = [n for n in _WRITTEN if getattr(pages, n) is not None]
+    grid, shapes = _launch(query, pages, tables, settings)
+    kernel = functools.partial(_storing_kernel, s=settings, new=new_settings)
+
+    @jax.custom_batching.sequential_vmap
+    def run(
+        operands: tuple[Any, ...], written: list[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        query, pages, *where, new = operands
+        call = warp.update(kernel, _NAME, shapes, grid, settings, query.shape[3])
+
+        def write(state: tuple[list[Any], list[Any]]) -> None:
+            partials, refs = state
+            here = pages._replace(**dict(zip(names, refs, strict=False)))
+            token = new._replace(dropped_tokens=refs[-1])
+            found = call(query, here, *where, token)
+            for ref, x in zip(partials, found, strict=True):
+                ref[...] = x
+
+        # What is there first is never used, so no kernel makes it.
+        nothing = [jnp.zeros(x.shape, x.dtype) for x in shapes]
+        state: tuple[list[jax.Array], list[jax.Array]] = pl.run_state(write)((nothing, written))
+        return state
+
+    query, new = (
+        lanes.apart(query),
+        new._replace(key=lanes.apart(new.key), value=lanes.apart(new.value)),
+    )
+    written = [*(getattr(pages, n) for n in names), new.dropped_tokens]
+    read = pages._replace(**dict.fromkeys(names)), new._replace(dropped_tokens=None)
+    where = (tables, lengths, query_lengths, new_lengths)
+    operands = (query, read[0], *where, read[1])
+    axes = varying.axes_of((operands, written))
+    found, written = varying.cast(run(*varying.cast((operands, written), axes)), axes)
+    pages = pages._replace(**dict(zip(names, written, strict=False)))
+    return _joined(query, pages, where, found, settings), pages, written[-1]
 
 
 def attend(
@@ -345,7 +485,31 @@ def attend(
     Returns ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
     ``[B, T, N]``; NaN for a sequence whose length, or a page that it needs, is out of range.
     """
-    s = settings
+    grid, shapes = _launch(query, pages, tables, settings)
+    kernel = functools.partial(_kernel, s=settings)
+    run = warp.launch(kernel, _NAME, shapes, grid, settings, query.shape[3])
+    where = (tables, lengths, query_lengths, None)
+    return _joined(query, pages, where, run(query, pages, *where), settings)
+
+
+def _is_final(runs: int, s: Settings) -> bool:
+    """Whether programs find results, and not parts of them."""
+    return runs == 1 and not s.is_split
+
+
+def _joined(
+    query: jax.Array, pages: Pages, where: tuple[Any, Any, Any, Any], found: Any, s: Settings
+) -> tuple[jax.Array, jax.Array]:
+    """The results of a call, from those of its programs."""
+    if len(found) == 2:
+        return found[0], found[1]
+    return merge.merge(query, pages, *where, tuple(found), s)
+
+
+def _launch(
+    query: jax.Array, pages: Pages, tables: jax.Array | None, s: Settings
+) -> tuple[dict[str, int], list[jax.ShapeDtypeStruct]]:
+    """The grid, and what programs write: parts, which `merge` joins, or if there is one results."""
     if s.part % s.step:
         raise ValueError(f"{s.part=} must be a multiple of {s.step=}")
     batch, tokens, heads, head_dim = query.shape
@@ -353,14 +517,8 @@ def attend(
     rows, pairs = heads // kv_heads * tokens, batch * kv_heads
     runs = pl.cdiv(table_width(tables, s) * page_size, s.run)
     programs = runs if s.window is None else min(runs, pl.cdiv(s.window[0] + tokens, s.run) + 1)
+    grid = dict(zip(_GRID, (pl.cdiv(rows, s.rows), programs, pairs), strict=True))
+    if _is_final(runs, s):
+        return grid, merge.results(query, s)
     shape = (pairs, runs * (s.run // s.block if s.is_split else 1), rows)
-    run = warp.launch(
-        functools.partial(_kernel, s=s),
-        "turbojax_paged_hopper",
-        [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*shape, head_dim), shape, shape)],
-        dict(zip(_GRID, (pl.cdiv(rows, s.rows), programs, pairs), strict=True)),
-        s,
-        head_dim,
-    )
-    partials = run(query, pages, tables, lengths, query_lengths)
-    return merge.merge(query, pages, tables, lengths, query_lengths, partials, settings)
+    return grid, [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*shape, head_dim), shape, shape)]

@@ -36,7 +36,7 @@ _BLOCKS_IN_FLIGHT = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layout:
+class Layout:
     """How queries are shared out to warps, as `warp.launch` needs it."""
 
     # Warps of a query: 16 where blocks are joined, 4 to a residue; else 4, a residue each; 1 where
@@ -48,7 +48,7 @@ class _Layout:
     stages: int = 1
 
     @classmethod
-    def of(cls, s: Settings, parts: int, head_dim: int) -> "_Layout":
+    def of(cls, s: Settings, parts: int, head_dim: int) -> "Layout":
         if s.is_split:
             slices = 1 if s.has_norms else min(_MOST_SLICES, head_dim // _LANES)
             return cls(_RESIDUES * s.warps, 1, slices)
@@ -67,13 +67,13 @@ class _Layout:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Row:
+class Row:
     """A query, and a lane's part of it."""
 
     a: Arrays  # arrays; `outputs` are the results
     partials: list[Pointer]  # outputs, maxima and sums of all programs
     s: Settings  # settings of the kernel before
-    layout: _Layout
+    layout: Layout
     number: Int  # of the query among those of its KV head
     pair: Int  # ``batch * K + head``
     batch: Int
@@ -85,8 +85,8 @@ class _Row:
 
     @classmethod
     def of(
-        cls, a: Arrays, partials: list[Pointer], ids: list[Int], s: Settings, layout: _Layout
-    ) -> "_Row":
+        cls, a: Arrays, partials: list[Pointer], ids: list[Int], s: Settings, layout: Layout
+    ) -> "Row":
         tile, pair = ids
         thread = lane.thread()
         own = lane.uniform(thread >> 5)
@@ -223,7 +223,7 @@ class _Memory:
     """Shared memory of the results of a query's warps, and of their flags."""
 
     area: Pointer
-    row: _Row
+    row: Row
 
     def _at(self, number: Int | int) -> Pointer:
         return self.area.at(number * self.row.layout.warp_bytes(self.row.a.head_dim))
@@ -254,16 +254,16 @@ def _partial(flat: list[Any]) -> Partial:
     return flat[:-2], flat[-2], flat[-1]
 
 
-def _kernel(*refs: Any, s: Settings, layout: _Layout) -> None:
+def _kernel(*refs: Any, s: Settings, layout: Layout) -> None:
     def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
-        partials = [Pointer.to(x) for x in refs[5]]
-        a = Arrays.of((*refs[:5], *refs[6:]), inputs, s)
-        row = _Row.of(a, partials, ids, s, layout)
+        partials = [Pointer.to(x) for x in refs[6]]
+        a = Arrays.of((*refs[:6], *refs[7:]), inputs, s)
+        row = Row.of(a, partials, ids, s, layout)
         pages = row.pages(row.first_needed + row.warp * _LANES)
         if layout.shared == 1:
             with lane.when(row.number < a.rows):
                 residues = [row.residue(lane.integer(i)) for i in range(_RESIDUES)]
-                _finish(row, residues, row.has_bad_page(pages))
+                finish(row, residues, row.has_bad_page(pages))
             return
         kept = _Memory(Pointer.to(memory[0]), row)
         of_residue = layout.shared // _RESIDUES
@@ -277,17 +277,16 @@ def _kernel(*refs: Any, s: Settings, layout: _Layout) -> None:
         with lane.when(row.warp.equals(0)):
             flags = [kept.flag(i).word() for i in range(layout.shared)]
             residues = [kept.load(i * of_residue) for i in range(_RESIDUES)]
-            _finish(row, residues, functools.reduce(operator.or_, flags))
+            finish(row, residues, functools.reduce(operator.or_, flags))
 
     warp.inline(_GRID, refs, body)
 
 
-def _finish(row: _Row, residues: list[Partial], bad: Int) -> None:
+def finish(row: Row, residues: list[Partial], bad: Int) -> None:
     """Joins residues, normalizes and writes the result; `bad` is 0 if all pages exist."""
     a = row.a
     o, top, l = functools.reduce(warp.joined, residues, warp.nothing(row.channels))
-    said = a.lengths.at(row.batch << 2).word()
-    is_good = said.equals(row.length) & bad.equals(0)
+    is_good = a.said(row.batch).equals(row.length) & bad.equals(0)
     is_empty = l.equals(0.0)
     l = is_empty.where(1.0, l)
     # What sees nothing may have been multiplied with 0 times NaN.
@@ -310,32 +309,39 @@ def _finish(row: _Row, residues: list[Partial], bad: Int) -> None:
     warp.write_residual(lse, index, row.first, top, l, is_empty & is_good)
 
 
+def results(query: jax.Array, s: Settings) -> list[jax.ShapeDtypeStruct]:
+    """The types of a call's output and log-sum-exp."""
+    return [
+        jax.ShapeDtypeStruct(query.shape, s.out_dtype or query.dtype),
+        jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
+    ]
+
+
 def merge(
     query: jax.Array,
     pages: Any,
     tables: jax.Array | None,
     lengths: jax.Array,
     query_lengths: jax.Array | None,
+    new_lengths: jax.Array | None,
     partials: tuple[jax.Array, ...],
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
-    """Joins programs' results; arguments and result as `kernel.attend`, of the same `settings`.
+    """Joins programs' results; arguments and result are those of the call, see `kernel`.
 
-    `partials` are float32 ``[B * K, n, G * T, H]`` and twice ``[B * K, n, G * T]``: sums of
-    weighted values, maxima in powers of two, and sums of weights of each part, or of each block in
-    the order of the sequence's tokens. Those of which a query sees nothing may be anything.
+    `settings` are the same. `partials` are float32 ``[B * K, n, G * T, H]`` and twice ``[B * K, n,
+    G * T]``: sums of weighted values, maxima in powers of two, and sums of weights of each part, or
+    of each block in the order of the sequence's tokens. Those of which a query sees nothing may be
+    anything.
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads, page_size = pages.key.shape[1:3]
     most = table_width(tables, settings) * page_size
-    layout = _Layout.of(settings, pl.cdiv(most, settings.part), head_dim)
+    layout = Layout.of(settings, pl.cdiv(most, settings.part), head_dim)
     run = warp.launch(
         functools.partial(_kernel, s=settings, layout=layout),
         "turbojax_paged_merge_hopper",
-        [
-            jax.ShapeDtypeStruct(query.shape, settings.out_dtype or query.dtype),
-            jax.ShapeDtypeStruct((batch, tokens, heads), jnp.float32),
-        ],
+        results(query, settings),
         dict(
             zip(
                 _GRID,
@@ -349,5 +355,5 @@ def merge(
         layout,
         head_dim,
     )
-    out, residual = run(query, pages, tables, lengths, query_lengths, list(partials))
+    out, residual = run(query, pages, tables, lengths, query_lengths, new_lengths, list(partials))
     return out, residual
