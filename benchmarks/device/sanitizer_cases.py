@@ -256,7 +256,7 @@ def _latent(kind: str) -> Any:
     latent = jnp.ones((24, 16, 512 * bits // 8), jnp.uint8)
     latent = latent if bits == 4 else _normal(0, 24, 16, 512, dtype=data)
     scale = None if bits == 16 else jnp.ones((24, 16), jnp.float32)
-    codec = {16: None, 8: Codec(), 4: Codec(tuple(range(0, 128, 8)), 60.0, 0.01)}[bits]
+    codec = {16: None, 8: Codec(), 4: Codec(tuple(range(0, 128, 8)), 63.5, 0.01)}[bits]
     # One part would be written without `join`, and four or fewer joined by one warp.
     s = dataclasses.replace(latent_kernel.settings(0.1, 2, 3, 24, codec=codec), shortest=64)
     tables = jnp.arange(24, dtype=jnp.int32)[None].repeat(2, 0)

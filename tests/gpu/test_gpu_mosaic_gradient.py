@@ -126,7 +126,7 @@ def test_wide_slots_change_no_bit(case, gradient):
     wide = mosaic_gradient.default_launch(CASES[case][0][-1], static["config"])
     assert wide.is_wide
     launches = (wide, wide._replace(is_wide=False, queries=4))
-    got, want = (mosaic_gradient.gradient(*arrays, **static, launch=x) for x in launches)
+    got, want = (mosaic_gradient.gradient(arrays, **static, launch=x) for x in launches)
     np.testing.assert_array_equal(np.asarray(got[0], np.float32), np.asarray(want[0], np.float32))
 
 
