@@ -34,9 +34,11 @@ def parsed(folder: str) -> dict[Path, ast.Module]:
 
 
 def test_the_package_does_without_the_reference():
+    """But for the process in which peers written for PyTorch are timed."""
     for folder in ("turbojax", "pallas_kernels", "training", "benchmarks"):
         for path, tree in parsed(folder).items():
-            assert not REFERENCE & set(imports(tree)), path
+            if path.name != "torch_rows.py":
+                assert not REFERENCE & set(imports(tree)), path
 
 
 def test_only_live_tests_import_the_reference():
