@@ -140,8 +140,12 @@ def run(window=None, implementation=None):
         ),
     ],
 )
-def test_it_lowers_in_place(hopper, kv_dtype, head_dim, heads, page_size, window):
-    """One kernel, and one that joins parts if there are any; pages are results in their place."""
+def test_it_lowers_in_place(hopper, monkeypatch, kv_dtype, head_dim, heads, page_size, window):
+    """One kernel, and one that joins parts if there are any; pages are results in their place.
+
+    With what is not chosen by itself, too.
+    """
+    monkeypatch.setattr(mosaic_gpu, "stores", lambda *_: True)
     shape = {"head_dim": head_dim, "heads": heads, "page_size": page_size}
     arguments = specification(kv_dtype, **shape)
     text = lower_for_cuda(jax.jit(run(window), donate_argnums=3), *arguments)
@@ -175,7 +179,13 @@ def test_it_lowers_in_loops_and_under_vmap(hopper):
 
 @pytest.mark.parametrize(
     ("kv_dtype", "shape"),
-    [("k8v4", {}), ("turbo4", {"head_dim": 256}), ("turbo4", {"tokens": 2})],
+    [
+        ("k8v4", {}),
+        ("int8", {}),
+        ("turbo4", {"head_dim": 256}),
+        ("turbo4", {"tokens": 2}),
+        ("turbo4", {"heads": 128}),
+    ],
 )
 def test_otherwise_there_are_two_calls(hopper, kv_dtype, shape):
     assert append.NAME in str(jax.make_jaxpr(run())(*specification(kv_dtype, **shape)))

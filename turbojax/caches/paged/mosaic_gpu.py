@@ -24,6 +24,7 @@ _ALIKE = ("turbo4", "fp8_e4m3", "fp8_e5m2", "auto")
 _PLAIN_DTYPES = ("bfloat16", "float16")
 MOST_QUERY_ROWS = 64
 # Of which half a warp, or less, has a vector.
+_STORED_HEADS = 8  # of queries for each of keys and values
 _STORED_DIMS = (64, 128)
 # Where a program takes few tokens, its results are as large as what it reads.
 MOST_SPLIT_ROWS = 16
@@ -228,9 +229,13 @@ def _pages(cache: PagedCache) -> "Pages":
 
 
 def stores(cache: PagedCache, query: jax.Array) -> bool:
-    """Whether `append_and_attend` can run what `append_mosaic.append` and `attend` can."""
-    is_alike = cache.formats.key == cache.formats.value
-    return is_alike and query.shape[1] == 1 and cache.head_dim in _STORED_DIMS
+    """Whether `append_and_attend` runs in place of `append_mosaic.append` and `attend`.
+
+    It takes other formats and more heads, too, but has not been timed or tested with them on a GPU.
+    """
+    is_turbo4 = cache.formats.is_rotated and cache.formats.key == cache.formats.value
+    is_one = query.shape[1] == 1 and query.shape[2] <= _STORED_HEADS * cache.num_kv_heads
+    return is_turbo4 and is_one and cache.head_dim in _STORED_DIMS
 
 
 @functools.partial(jax.jit, static_argnames=("options", "max_length", "launch"))
