@@ -112,13 +112,14 @@ def test_pages_and_the_copy_of_its_block_hold_it(here, kv_dtype, head_dim, dtype
 # That it lowers, and when it is chosen ------------------------------------------------------------
 
 
-def specification(kv_dtype, *, head_dim=128, dtype=jnp.bfloat16, heads=32, page_size=64, tokens=1):
+def specification(kv_dtype, *, head_dim=128, heads=32, page_size=64, tokens=1, batch=4):
+    dtype = jnp.bfloat16
     cache = jax.eval_shape(
         lambda: pool.init_paged_cache(64, page_size, 8, head_dim, kv_dtype=kv_dtype, dtype=dtype)
     )
-    vectors = [jax.ShapeDtypeStruct((4, tokens, n, head_dim), dtype) for n in (heads, 8, 8)]
-    lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
-    return *vectors, cache, jax.ShapeDtypeStruct((4, 40), jnp.int32), lengths, lengths
+    vectors = [jax.ShapeDtypeStruct((batch, tokens, n, head_dim), dtype) for n in (heads, 8, 8)]
+    lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return *vectors, cache, jax.ShapeDtypeStruct((batch, 40), jnp.int32), lengths, lengths
 
 
 def run(window=None, implementation=None):
@@ -185,6 +186,7 @@ def test_it_lowers_in_loops_and_under_vmap(hopper):
         ("turbo4", {"head_dim": 256}),
         ("turbo4", {"tokens": 2}),
         ("turbo4", {"heads": 128}),
+        ("turbo4", {"batch": 17}),
     ],
 )
 def test_otherwise_there_are_two_calls(hopper, kv_dtype, shape):
