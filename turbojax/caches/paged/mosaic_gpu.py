@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 _ALIKE = ("turbo4", "fp8_e4m3", "fp8_e5m2", "auto")
 _PLAIN_DTYPES = ("bfloat16", "float16")
 MOST_QUERY_ROWS = 64
-# Of which half a warp, or less, has a vector.
-_STORED_HEADS = 8  # of queries for each of keys and values
-_STORED_DIMS = (64, 128)
-_STORED_VECTORS = 128  # of keys
+# Where attention that stores new tokens was timed: heads of queries for each of keys, and new keys.
+_STORED_HEADS, _STORED_VECTORS = 8, 128
 # Where a program takes few tokens, its results are as large as what it reads.
 MOST_SPLIT_ROWS = 16
 # Query rows that a program with a part of turbo4 pages takes, if there are more than half of it.
@@ -232,12 +230,13 @@ def _pages(cache: PagedCache) -> "Pages":
 def stores(cache: PagedCache, query: jax.Array) -> bool:
     """Whether `append_and_attend` runs in place of `append_mosaic.append` and `attend`.
 
-    It takes other formats, more heads and more sequences, too, but has not been timed with them on
-    a GPU: one warp of a sequence and head waits 1.3 us for its token, and an append takes 2 to 3.
+    It takes other formats that are alike, heads of 64 channels, more heads and more sequences, too,
+    but has not been timed with them on a GPU: one warp of a sequence and head waits 1.3 us for its
+    token, and an append takes 2 to 3.
     """
     batch, tokens, heads, head_dim = query.shape
     is_turbo4 = cache.formats.is_rotated and cache.formats.key == cache.formats.value
-    is_timed = heads <= _STORED_HEADS * cache.num_kv_heads and head_dim in _STORED_DIMS
+    is_timed = heads <= _STORED_HEADS * cache.num_kv_heads and head_dim == 128
     is_small = tokens == 1 and batch * cache.num_kv_heads <= _STORED_VECTORS
     return is_turbo4 and is_timed and is_small
 
