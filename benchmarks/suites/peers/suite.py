@@ -82,7 +82,6 @@ METHODS = {
     "latent-fp8": ("turbojax", "e4m3 latents"),
     "latent-turbo4": ("turbojax", "turbo4 latents"),
     "flashinfer-mla": ("FlashInfer, FA3", "bfloat16 latents"),
-    "ragged-dot-mgpu": ("jax's Mosaic GPU kernel", "bfloat16"),
     "torch-grouped-mm": ("torch, _grouped_mm", "bfloat16"),
     "int4": ("turbojax", "INT4 x e4m3"),
 }
