@@ -201,7 +201,7 @@ def test_attention_that_stores_new_tokens_has_the_bits_of_two_calls(
     cache, tables = filled(kv_dtype, after, 2, head_dim, page_size, dtype=jnp.bfloat16)
     tables = tables.at[5, 1100 // page_size].set(-1)
     counts, held = integers(1, 1, 1, 1, 0, 1), integers(*after)
-    key, value = tokens(1, head_dim, jnp.bfloat16, 2, batch=6)
+    key, value = (normal(i, (6, 1, 2, head_dim), jnp.bfloat16) for i in (7, 8))
     query = normal(6, (6, 1, heads, head_dim), jnp.bfloat16)
     options, launch = Options(True, scale=0.1, **given), mosaic_gpu.Launch(is_split)
     static = {"options": options, "launch": launch}

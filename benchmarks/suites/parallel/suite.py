@@ -157,7 +157,7 @@ def _pooled(tokens: int) -> Group:
 
 def _step(model: str, batch: int, tokens: int) -> list[Group]:
     sizes = {"model": model, "batch": batch, "tokens": tokens}
-    asked = {"bf16": {"paged": 1.6, "turbo4": 1.45}, "int4": {}}
+    asked = {"bf16": {"paged": 1.7, "turbo4": 1.5}, "int4": {}}
     return [
         Group(
             f"step/{weights}/{cache}",
