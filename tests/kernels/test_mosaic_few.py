@@ -71,6 +71,7 @@ def test_launches(shape, scales):
         assert launch.resident == resident or launch.resident >= 2 * launch.splits
         assert not launch.rounds
         s = settings_of(launch, None, False, False, "bfloat16")
+        assert s.depth > 1 or not s.has_ring(groups)
         assert few.Memory.of(s, groups, {"e4m3": 1, "bf16": 2}[scales]).size <= 225 * 1024
     assert len(found) == 1
 
@@ -188,6 +189,7 @@ CASES = {
     "rounds of shares": ((17, 70, 1152), "bf16", None, Launch(32, 2, 2, 2, 4, splits=2)),
     "rows share a ring": ((33, 130, 1040), "e4m3", None, Launch(64, 4, 1, 2, 4, splits=2)),
     "deep ring": ((34, 190, 1168), "f16", None, Launch(64, 3, 1, 3, 5)),
+    "no place to copy ahead": ((33, 64, 528), "bf16", None, Launch(64, 3, 1, 3, 5, splits=3)),
     "more rows than there are": ((3, 130, 272), "bf16", "silu", Launch(8, 2, 1, 4, 3)),
 }
 

@@ -9,9 +9,10 @@ Every warpgroup takes 64 rows and a share of the inputs, one tile after the othe
 copies tiles ahead to slots of its own; nobody else waits for them. Weights are rows of the product
 and come from registers, where they are converted; tokens are columns, in shared memory: up to 32
 are loaded by all lanes, before the copies of weights start, which memory serves first otherwise;
-more, or more than fit, are copied ahead in a `Ring`. Warpgroups that share rows are of one program,
-or of a cluster of them; their sums are added up in the order of the inputs. How many there are
-follows from the weight's shape alone, so a token's result does not depend on other tokens.
+more, or more than fit, are copied ahead in a `Ring`, if it has two places. Warpgroups that share
+rows are of one program, or of a cluster of them; their sums are added up in the order of the
+inputs. How many there are follows from the weight's shape alone, so a token's result does not
+depend on other tokens.
 
 Weights are two operands: what is not negative, and, subtracted, what is. A permutation of bytes
 whose selector has its fourth bit set takes a byte's sign for it, zero in a table of magnitudes; so
@@ -91,9 +92,13 @@ class Settings:
         return self.resident // self.splits
 
     def has_ring(self, groups: int) -> bool:
-        """Whether tokens are copied ahead, and not loaded by lanes."""
+        """Whether tokens are copied ahead, and not loaded by lanes.
+
+        With one place a warpgroup would wait forever, for what it says itself a group later
+        (`Ring.advance`): programs of so few groups have room for all of them.
+        """
         is_many = self.rounding is None and self.tokens > MOST_LOADED
-        return is_many or not self.is_whole(groups)
+        return not self.is_whole(groups) or (is_many and self.depth > 1)
 
     @property
     def shares(self) -> int:
