@@ -182,7 +182,8 @@ def test_it_lowers_in_loops_and_under_vmap(hopper):
     ("kv_dtype", "shape"),
     [
         ("k8v4", {}),
-        ("int8", {}),
+        ("int8_v4", {}),
+        ("turbo_k3v3", {}),
         ("turbo4", {"head_dim": 64}),
         ("turbo4", {"tokens": 2}),
         ("turbo4", {"heads": 128}),
@@ -191,3 +192,8 @@ def test_it_lowers_in_loops_and_under_vmap(hopper):
 )
 def test_otherwise_there_are_two_calls(hopper, kv_dtype, shape):
     assert append.NAME in str(jax.make_jaxpr(run())(*specification(kv_dtype, **shape)))
+
+
+@pytest.mark.parametrize("kv_dtype", ALIKE)
+def test_one_call_is_chosen_for_few_sequences(hopper, kv_dtype):
+    assert append.NAME not in str(jax.make_jaxpr(run())(*specification(kv_dtype)))

@@ -2,7 +2,7 @@
 
 The pool, its checks, the allocator's copies, files and attention in plain JAX know only what a
 format says. So another way to store pages is a class here, or only a line of `FORMATS`; a kernel
-needs its operands in `ops/paged_attention/triton.py` as well.
+needs its operands in `triton.py` as well.
 """
 
 import abc

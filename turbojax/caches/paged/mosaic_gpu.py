@@ -230,15 +230,15 @@ def _pages(cache: PagedCache) -> "Pages":
 def stores(cache: PagedCache, query: jax.Array) -> bool:
     """Whether `append_and_attend` runs in place of `append_mosaic.append` and `attend`.
 
-    It takes other formats that are alike, heads of 64 channels, more heads and more sequences, too,
-    but has not been timed with them on a GPU: one warp of a sequence and head waits 1.3 us for its
-    token, and an append takes 2 to 3.
+    One warp of a sequence and head waits 0.5 to 1.3 us for its token, and an append takes 1.3 to 2:
+    with more sequences the warps wait longer. The kernel takes heads of 64 channels and more heads,
+    too, but has not been timed with them on a GPU.
     """
     batch, tokens, heads, head_dim = query.shape
-    is_turbo4 = cache.formats.is_rotated and cache.formats.key == cache.formats.value
+    is_stored_alike = cache.kv_dtype in (*_ALIKE, "int8")
     is_timed = heads <= _STORED_HEADS * cache.num_kv_heads and head_dim == 128
     is_small = tokens == 1 and batch * cache.num_kv_heads <= _STORED_VECTORS
-    return is_turbo4 and is_timed and is_small
+    return is_stored_alike and is_timed and is_small
 
 
 @functools.partial(jax.jit, static_argnames=("options", "max_length", "launch"))
