@@ -23,7 +23,9 @@ class Settings:
     is_causal: bool
     window: tuple[int, int] | None
     soft_cap: float | None
-    stages: int = 4  # key and value blocks in shared memory
+    # Key and value blocks in shared memory, at least 2: a tile's keys are awaited before the values
+    # of the tile before are read.
+    stages: int = 4
     programs: int = 132  # how many run side by side, one to a multiprocessor
     # Whether a tile's scores are computed during the exponentials of the one before.
     intra_warpgroup_overlap: bool = False
