@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import tables as shared
+from benchmarks import timing
 from benchmarks.suites.serving.cases import LOOP, STOPPED, Case, Group, Setting, Weights, engine_key
 from benchmarks.suites.serving.client import Load
 from benchmarks.tables import Row
@@ -154,18 +155,18 @@ def measure(made: Made, group: Group, case: Case, deadline: float) -> Row:
 
     Where the weights say what follows each token, every result is compared with that.
     """
-    engine = made.engine
-    begun = time.perf_counter()
-    for request in group.warm_up():
-        engine.add(request)
-    engine.run()
-    warm = time.perf_counter() - begun
-    before = engine.statistics().to_json()
-    requests = group.make()
-    begun = time.perf_counter()
-    with _garbage.only_of_new_objects():  # as `turbojax serve`
-        done = dict(serve(engine, requests, group.clients, deadline))
-    seconds = time.perf_counter() - begun
+    engine, requests = made.engine, group.make()
+    with timing.alone():
+        begun = time.perf_counter()
+        for request in group.warm_up():
+            engine.add(request)
+        engine.run()
+        warm = time.perf_counter() - begun
+        before = engine.statistics().to_json()
+        begun = time.perf_counter()
+        with _garbage.only_of_new_objects():  # as `turbojax serve`
+            done = dict(serve(engine, requests, group.clients, deadline))
+        seconds = time.perf_counter() - begun
     after = engine.statistics().to_json()
     follows = following(group.config.vocab_size) if case.weights == "looping" else None
     for number, result in done.items():
