@@ -28,6 +28,7 @@ from tests.matmul.int4_helpers import (
 from turbojax._device import needs_hopper
 from turbojax.matmul.fp8_tokens import quantize_activation, rms_norm_quantize
 from turbojax.matmul.grouped import mosaic_gpu
+from turbojax.matmul.int4 import mosaic_gpu as int4_mosaic
 from turbojax.matmul.int4.api import MATMUL, matmul
 from turbojax.matmul.int4.weight import BLOCK, in_blocks
 from turbojax.quantizers import Fp8Tokens
@@ -132,6 +133,38 @@ def test_bits_of_few_tokens(shape, scale_dtype):
         for given in (some, x[:count]):
             got = call(given, weight, bias=None, residual=None)
             np.testing.assert_array_equal(wide(got), wide(want)[:count])
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("case", "programs"),
+    [
+        (((700, 300, 640), "e4m3", "gelu"), 4),  # Nine tiles of five groups: sums are there early.
+        (((300, 200, 1300), "e4m3", None), 7),  # Four tiles of eleven.
+        (((260, 140, 384), "e4m3", "swiglu"), 5),
+        (((129, 64, 1100), "e4m3", "silu"), 132),  # One tile, of which each of nine has a group.
+    ],
+)
+def test_tiles_that_programs_share(monkeypatch, case, programs):
+    """Near the oracle, and the same bits many times, under `vmap`, too."""
+    if needs_hopper() is not None:
+        pytest.skip(needs_hopper())
+    monkeypatch.setattr(int4_mosaic, "multiprocessors", lambda: programs)
+    arrays, activation = operands(case), case[2]
+    blocks = (arrays[0], in_blocks(arrays[1]), stored_bias(arrays[2], arrays[1]), arrays[3])
+    launch = int4_mosaic.Launch(256, 5, 1, 1, False, is_many=True, is_even=True)
+    # Not the jitted function, which knows nothing of the programs.
+    call = functools.partial(
+        int4_mosaic._matmul.__wrapped__, activation=activation, launch=launch
+    )
+    got = jax.jit(call)(*blocks)
+    assert_equals_oracle(got, *arrays, activation, arrays[1].padded_shape[1])
+    again = jax.jit(call)
+    for _ in range(50):
+        np.testing.assert_array_equal(wide(again(*blocks)), wide(got))
+    stack = jax.tree.map(lambda x: jnp.stack([x, x]), blocks[0])
+    both = jax.jit(jax.vmap(call, in_axes=(0, None, None, None)))(stack, *blocks[1:])
+    np.testing.assert_array_equal(wide(both), wide(jnp.stack([got, got])))
 
 
 @pytest.mark.parametrize("implementation", KERNELS)

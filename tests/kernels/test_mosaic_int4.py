@@ -7,6 +7,8 @@ bounds for sums in the matrix unit are checked here.
 
 import dataclasses
 import functools
+import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +17,13 @@ import pytest
 
 import turbojax as tj
 from pallas_kernels.mosaic.hopper.matmul import int4 as int4_kernel
-from pallas_kernels.mosaic.hopper.matmul import int4_many
+from pallas_kernels.mosaic.hopper.matmul import epilogue, int4_many
 from pallas_kernels.mosaic.pipeline import WARPGROUPS
 from pallas_kernels.mosaic.products import int4 as int4_operand
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.matmul.int4_helpers import random_tokens, specification, wide
 from tests.oracles import int4 as oracle
+from tests.oracles import warp
 from turbojax import _device
 from turbojax.matmul.int4 import matmul, mosaic_gpu, mosaic_operands
 from turbojax.matmul.int4 import weight as int4
@@ -340,6 +343,7 @@ def on_lanes(monkeypatch):
     monkeypatch.setattr(int4_operand.fragments, "carrier", lambda words: words)
     monkeypatch.setattr(int4_operand.fragments, "row_array", lambda pair: pair)
     monkeypatch.setattr(lane, "permute_bytes", permute_bytes)
+    monkeypatch.setattr(lane, "flip_masked", lambda a, mask, bits: (a & mask) ^ bits)
     monkeypatch.setattr(lane, "scalar", lambda x: x)
     monkeypatch.setattr(lane, "integer", lambda x: np.uint32(x))
     monkeypatch.setattr(lane, "number", lambda x: number(np.float32(x)))
@@ -456,15 +460,15 @@ MANY_LOWERED = [
 ]
 
 
-def settings_of(tile, activation, stages, is_full=True):
+def settings_of(tile, activation, stages, is_full=True, **more):
     swizzle = 64 if activation in ("swiglu", "geglu") else 128
-    epilogue = int4_many.Epilogue(activation, is_full, is_full, "bfloat16", swizzle)
-    return int4_many.Settings(epilogue, tile, stages)
+    of_call = int4_many.Epilogue(activation, is_full, is_full, "bfloat16", swizzle)
+    return int4_many.Settings(of_call, tile, stages, **more)
 
 
-def lowered(tokens, rows, inputs, tile, activation, stages=3):
+def lowered(tokens, rows, inputs, tile, activation, stages=3, **more):
     """The text that a call with everything lowers to."""
-    settings = settings_of(tile, activation, stages)
+    settings = settings_of(tile, activation, stages, **more)
     columns = max(rows // (2 if activation == "swiglu" else 1), settings.columns)
     shape = jax.ShapeDtypeStruct
     arrays = [
@@ -485,9 +489,103 @@ def lowered(tokens, rows, inputs, tile, activation, stages=3):
 
 
 @pytest.mark.quick(first=1)
+@pytest.mark.parametrize("is_even", [False, True])
 @pytest.mark.parametrize("case", MANY_LOWERED)
-def test_many_tokens_lower_for_cuda(case):
-    assert MANY in lowered(*case)
+def test_many_tokens_lower_for_cuda(case, is_even):
+    assert MANY in lowered(*case, is_even=is_even)
+
+
+@pytest.mark.parametrize(
+    ("grid", "programs"),
+    [
+        ((4, 112, 32), 132),
+        ((2, 86, 32), 132),
+        ((1, 86, 32), 132),
+        ((1, 32, 112), 132),
+        ((1, 2, 7), 132),
+    ],
+)
+def test_programs_have_equally_many_groups(grid, programs):
+    """Parts of a tile are those of consecutive places, all but the first what these do first."""
+    grid, s = int4_many.Grid(*grid), settings_of(256, None, 3, is_even=True)
+    places = min(programs, grid.tiles * grid.groups)
+    most = grid.tiles // places + 2
+
+    def of(place):
+        share = int4_many.EvenShare(place, places, grid, s)
+        return share.count, jax.vmap(share.work)(jnp.arange(most))
+
+    counts, works = jax.tree.map(np.asarray, jax.vmap(of)(jnp.arange(places)))
+    parts = {}
+    for place, count in enumerate(counts):
+        for i in range(count):
+            token, tile, begin, end, missing = (int(x[place, i]) for x in works)
+            parts.setdefault((token, tile), []).append((begin, end, missing, place, i))
+    tiles = itertools.product(range(0, 256 * grid.across, 256), range(grid.down))
+    assert parts.keys() == set(tiles)
+    for found in map(sorted, parts.values()):
+        begins, ends, missing, at, numbers = zip(*found, strict=True)
+        assert (*begins, grid.groups) == (0, *ends)
+        assert missing == (len(found) - 1, *[0] * (len(found) - 1))
+        assert at == tuple(range(at[0], at[0] + len(found)))
+        assert numbers[1:] == (0,) * (len(found) - 1)
+        # Those that are there early are no more than one.
+        assert grid.tiles < places or len(found) <= 2
+    sizes = np.where(np.arange(most) < counts[:, None], works.end - works.begin, 0).sum(1)
+    assert np.ptp(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "is_even"),
+    [
+        (256, (14336, 4096), False),
+        (512, (14336, 4096), False),
+        (1024, (14336, 4096), True),
+        (256, (11008, 4096), False),
+        (512, (11008, 4096), True),
+        (256, (4096, 14336), True),
+        (512, (4096, 14336), True),
+        (1024, (4096, 14336), False),
+        (256, (6144, 4096), True),
+        (512, (6144, 4096), False),
+        (256, (4096, 4096), False),
+        (256, (28672, 4096), False),
+        (1024, (28672, 4096), False),
+    ],
+)
+def test_tiles_are_cut_where_that_was_faster(rows, shape, is_even):
+    _, weight = specification(rows, *shape)
+    launch = mosaic_gpu.default_launch(rows, weight)
+    assert launch.is_even == is_even
+    assert launch.is_many or launch.parts > 1
+
+
+def test_sums_go_from_program_to_program(monkeypatch):
+    """What one hands over the other adds to its own, number by number."""
+    monkeypatch.setattr(epilogue, "lane", warp)
+    monkeypatch.setattr(epilogue, "fragments", SimpleNamespace(by_row=list, of_rows=list))
+    monkeypatch.setattr(epilogue, "Pointer", SimpleNamespace(to=warp.Pointer))
+    monkeypatch.setattr(warp, "scalar", warp.integer, raising=False)
+    monkeypatch.setattr(warp, "special", lambda _: warp.thread(), raising=False)
+    rng = np.random.default_rng(0)
+    sums, done = np.full(3 * 128 * 8, np.nan, np.float32), np.zeros(3, np.uint32)
+    memory = sums.view(np.uint8), done.view(np.uint8)
+    # Of eight warps, two warpgroups, two rows of four numbers a lane.
+    theirs, own = rng.normal(size=(2, 8, 2, 4, 32)).astype(np.float32)
+
+    def each(f, values, which):
+        for number in range(8):
+            monkeypatch.setattr(warp.STATE, "number", number)
+            rows = [[warp.Float(x) for x in row] for row in values[number]]
+            yield f(rows, which + number // 4, *memory)
+
+    list(each(epilogue.hand_over, theirs, 1))
+    np.testing.assert_array_equal(done, [0, 1, 1])
+    assert np.isnan(sums[:1024]).all()
+    got = [[[x.value for x in row] for row in rows] for rows in each(epilogue.take_over, own, 1)]
+    np.testing.assert_array_equal(got, own + theirs)
+    with pytest.raises(AssertionError, match="nobody has released"):
+        list(each(epilogue.take_over, own, 0))
 
 
 def test_counts_its_shared_memory():

@@ -379,7 +379,16 @@ def block_barrier():
     STATE.barrier()
 
 
-publish_stores = publish_global_stores = warp_barrier
+publish_stores = publish_global_stores = warpgroup_barrier = warp_barrier
+
+
+def release(word):
+    word.add(integer(1))
+
+
+def acquire(word):
+    """What is waited for is there, or will never be."""
+    assert all(word.word().value), "nobody has released this word"
 
 
 def wait(barrier, parity):
@@ -495,6 +504,9 @@ class Pointer:
         """As the kernel's, where there is a condition; elsewhere NaN."""
         there = Pointer(self.memory, np.where(condition.value, self.offset, 0))
         return [condition.where(word, 0xFFFFFFFF) for word in there.words(count)]
+
+    def words_of_others(self):
+        return self.words(4)
 
     def word(self):
         return self.words(1)[0]

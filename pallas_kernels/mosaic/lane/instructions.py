@@ -301,5 +301,9 @@ def named_barrier(number: Int, threads: int) -> None:
     act(f"bar.sync $0, {threads};", number.value, constraints="r")
 
 
+def warpgroup_barrier() -> None:
+    mgpu.utils.warpgroup_barrier()
+
+
 def warp_barrier() -> None:
     act("bar.warp.sync 0xffffffff;")

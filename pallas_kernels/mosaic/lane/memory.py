@@ -89,6 +89,13 @@ class Pointer:
         out = asm(result, [self.address(), bit.value], text, constraints, effects=True)
         return [Int(llvm.extractvalue(i32(), out, [i])) for i in range(count)]
 
+    def words_of_others(self) -> list[Int]:
+        """Loads four words of global memory, aligned to all, that another program has stored."""
+        text = "ld.relaxed.gpu.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+        kind = llvm.StructType.get_literal([i32()] * 4)
+        out = asm(kind, [self.address()], text, "=r,=r,=r,=r,l", effects=True)
+        return [Int(llvm.extractvalue(i32(), out, [i])) for i in range(4)]
+
     def word(self) -> Int:
         return self.words(1)[0]
 
@@ -214,6 +221,20 @@ def publish_global_stores() -> None:
     if has_bulk_copies():
         act("fence.proxy.async.global;")
     act("bar.warp.sync 0xffffffff;")
+
+
+def release(word: Pointer) -> None:
+    """Adds 1 to a word of global memory, after all stores that this lane knows of."""
+    act("red.release.gpu.global.add.u32 [$0], 1;", word.address(), constraints="l")
+
+
+def acquire(word: Pointer) -> None:
+    """Waits until a word of global memory is not 0, and knows of the stores before its `release`."""
+    text = (
+        "{ .reg .pred none; .reg .b32 x; again: ld.acquire.gpu.global.b32 x, [$0]; "
+        "setp.eq.u32 none, x, 0; @none bra again; }"
+    )
+    act(text, word.address(), constraints="l")
 
 
 def expect_bytes(barrier: Pointer, size: Int | int) -> None:

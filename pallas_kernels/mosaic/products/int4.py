@@ -32,7 +32,7 @@ def convert(word: Int, table: Sequence[Int]) -> tuple[Int, Int]:
     """Eight codes as two words of e4m3: nibbles 0 to 3, and 4 to 7."""
     magnitude = word & 0x77777777
     # Byte i of the first or, of negative codes, of the second choice.
-    sign = ((word >> 1) & 0x44444444) | 0x32103210
+    sign = lane.flip_masked(word >> 1, 0x44444444, 0x32103210)
     out = []
     for _ in range(2):
         positive = lane.permute_bytes(table[0], table[1], magnitude)

@@ -27,6 +27,9 @@ _TWO_LEVELS = 128
 _MANY = 4096
 # Up to this many tokens programs share tiles if these are few; groups that are worth a program.
 _SHARED, _FEWEST_GROUPS = 256, 4
+# Tiles of many tokens are cut evenly if a program then has at least so many groups, and so many
+# fewer than the most that one has of whole tiles: handing sums over takes as long as ten.
+_EVEN_GROUPS, _FEWER_GROUPS = 11, 16
 _MOST_STAGES = 12
 _SHARED_BYTES = 227 * 1024
 
@@ -59,6 +62,7 @@ class Launch(NamedTuple):
       parts: programs that share a tile (split-K).
       expands: whether weights become e4m3 in memory first.
       is_many: whether it is the kernel for many tokens.
+      is_even: whether that cuts tiles so that all programs have equally many groups.
     """
 
     tokens: int
@@ -67,6 +71,7 @@ class Launch(NamedTuple):
     parts: int
     expands: bool
     is_many: bool = False
+    is_even: bool = False
 
 
 def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -> Launch:
@@ -79,12 +84,23 @@ def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -
     teams = 2 if tokens <= _FEW else 1
     outputs, groups = weight.padded_shape[0], weight.scales.shape[1]
     tiles = -(-rows // tokens) * -(-outputs // _TILE)
+    is_many = tokens > _TWO_LEVELS and not expands
+    is_even = is_many and _is_worth_cutting(tiles, groups)
     parts = 1
-    if rows <= _SHARED:
+    if rows <= _SHARED and not is_even:
         parts = max(1, min(multiprocessors() // tiles, groups // _FEWEST_GROUPS))
-    if not in_two_levels and parts == 1 and not expands and tokens > _TWO_LEVELS:
-        return Launch(tokens, _stages_of_many(tokens), teams, parts, expands, is_many=True)
+    if is_many and parts == 1:
+        return Launch(tokens, _stages_of_many(tokens), teams, parts, expands, True, is_even)
     return Launch(tokens, _stages(tokens, teams, parts, expands, is_e4m3), teams, parts, expands)
+
+
+def _is_worth_cutting(tiles: int, groups: int) -> bool:
+    """Whether programs with equally many groups are done sooner than with whole tiles."""
+    programs = multiprocessors()
+    most, even = -(-tiles // programs) * groups, -(-tiles * groups // programs)
+    # Of many tiles little is to be won, and each program's weights are read again and again.
+    is_more = most - even >= max(_FEWER_GROUPS, most // 7)
+    return even >= _EVEN_GROUPS and is_more and tiles * groups < 2**31 // (programs + 1)
 
 
 def _stages_of_many(tokens: int) -> int:
@@ -174,7 +190,9 @@ def _matmul(
         dtype=str(tokens.dtype),
         swizzle=0 if launch.tokens < _FEW else (64 if weight.gated else 128),
     )
-    many = int4_many.Settings(epilogue, launch.tokens, launch.stages, multiprocessors())
+    many = int4_many.Settings(
+        epilogue, launch.tokens, launch.stages, multiprocessors(), launch.is_even
+    )
     settings = int4_matmul.Settings(
         epilogue=epilogue,
         tokens=launch.tokens,

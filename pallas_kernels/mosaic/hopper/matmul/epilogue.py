@@ -171,3 +171,37 @@ def add(sums: Any, memory: Any) -> Any:
     for half, j, place in _places(sums, memory):
         rows[half][j] = rows[half][j] + place.float()
     return fragments.of_rows(rows)
+
+
+# Sums that go from program to program through global memory: contiguous over lanes, 16 bytes each.
+
+
+def _own(which: Any, numbers: int, sums: Any, done: Any) -> tuple[Pointer, Pointer]:
+    """A lane's place in a warpgroup's sums in global memory, and the word that says they are."""
+    which, thread = lane.scalar(which), lane.special("tid.x") & 127
+    return Pointer.to(sums).times(which, 512 * numbers).at(thread << 4), Pointer.to(done).at(
+        which << 2
+    )
+
+
+def hand_over(total: Any, which: Any, sums: Any, done: Any) -> None:
+    """Stores a warpgroup's sums in global memory, and sets word `which` of `done` after it."""
+    numbers = [x for row in fragments.by_row(total) for x in row]
+    target, word = _own(which, len(numbers), sums, done)
+    for i in range(0, len(numbers), 4):
+        target.at(128 * i * 4).store_words([x.as_int() for x in numbers[i : i + 4]])
+    lane.warpgroup_barrier()
+    with lane.when((lane.special("tid.x") & 127).equals(0)):
+        lane.release(word)
+
+
+def take_over(total: Any, which: Any, sums: Any, done: Any) -> Any:
+    """Adds to `total` what another program hands over as `which`, when it has done so."""
+    numbers = [x for row in fragments.by_row(total) for x in row]
+    source, word = _own(which, len(numbers), sums, done)
+    lane.acquire(word)
+    for i in range(0, len(numbers), 4):
+        for j, x in enumerate(source.at(128 * i * 4).words_of_others()):
+            numbers[i + j] = numbers[i + j] + x.as_float()
+    half = len(numbers) // 2
+    return fragments.of_rows([numbers[:half], numbers[half:]])

@@ -33,7 +33,7 @@ from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import pipeline
 from pallas_kernels.mosaic.hopper.matmul import epilogue, program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
-from pallas_kernels.mosaic.pipeline import ROWS, SCALAR, WARPGROUPS
+from pallas_kernels.mosaic.pipeline import PROGRAM, ROWS, SCALAR, WARPGROUPS
 from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
 
@@ -53,6 +53,9 @@ class Settings:
     tokens: int  # of a tile, a multiple of 32, at most 256
     stages: int  # groups of inputs in shared memory
     programs: int = 132  # how many run side by side, one to a multiprocessor
+    # Whether tiles are cut between groups, so that all programs have equally many groups. Their
+    # products times their number must be below 2**31.
+    is_even: bool = False
 
     @property
     def width(self) -> int:
@@ -107,16 +110,120 @@ class Arrays(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A tile: the first of its tokens, and its number among the tiles of outputs."""
+    """A tile, or a part of it.
+
+    Attributes:
+      token: the first of its tokens.
+      tile: its number among the tiles of outputs.
+      begin: the first of its groups of inputs.
+      end: the group after the last.
+      missing: of the part that has group 0, how many parts come after it.
+    """
 
     token: jax.Array
     tile: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    missing: jax.Array
 
-    @classmethod
-    def of(cls, number: jax.Array, tiles: int, s: Settings) -> "Work":
-        """The tile of this number; there are `tiles` tiles of tokens, which vary fastest."""
-        many = jnp.int32(tiles)
-        return cls(lax.rem(number, many) * s.tokens, lax.div(number, many))
+
+class Grid(NamedTuple):
+    """All tiles: `across` of tokens, which vary fastest, and `down` of outputs, of `groups` each."""
+
+    across: int
+    down: int
+    groups: int
+
+    @property
+    def tiles(self) -> int:
+        return self.across * self.down
+
+    def whole(self, number: jax.Array, s: Settings) -> Work:
+        across, none = jnp.int32(self.across), jnp.int32(0)
+        token, tile = lax.rem(number, across) * s.tokens, lax.div(number, across)
+        return Work(token, tile, none, jnp.int32(self.groups), none)
+
+
+class EvenShare(NamedTuple):
+    """What the program at one of many places does: groups that follow one another, of such tiles.
+
+    Its first tile may begin late and its last end early; what is missing there comes first of all
+    in the places after it.
+    """
+
+    place: jax.Array
+    places: int
+    grid: Grid
+    s: Settings
+
+    @property
+    def is_long(self) -> bool:
+        """Whether each place has at least as many groups as a tile."""
+        return self.grid.tiles >= self.places
+
+    @property
+    def count(self) -> jax.Array:
+        """Of how many tiles it has a part."""
+        groups = jnp.int32(self.grid.groups)
+        begin, end = self._bounds()
+        return lax.div(end - 1, groups) - lax.div(begin, groups) + 1
+
+    def work(self, i: jax.Array) -> Work:
+        groups = jnp.int32(self.grid.groups)
+        begin, end = self._bounds()
+        number = lax.div(begin, groups) + i
+        before = number * groups
+        # The place that has the tile's last group.
+        last = lax.div((before + groups) * self.places - 1, groups * self.grid.tiles)
+        return self.grid.whole(number, self.s)._replace(
+            begin=jnp.maximum(begin - before, 0),
+            end=jnp.minimum(end - before, groups),
+            missing=jnp.where(begin <= before, last - self.place, 0),
+        )
+
+    def _bounds(self) -> tuple[jax.Array, jax.Array]:
+        """Its first group and the one after its last, counted over all tiles."""
+        total, places = self.grid.tiles * self.grid.groups, jnp.int32(self.places)
+        return lax.div(self.place * total, places), lax.div((self.place + 1) * total, places)
+
+
+class Parts(NamedTuple):
+    """Where sums of cut tiles go from program to program.
+
+    A program waits for those that started before it alone, and for what they do first of all: it
+    cannot be that all wait. Attributes:
+      sums: of each place and warpgroup those that it hands over.
+      done: for each of them a word that is 0 until they are there.
+      place: the program's own; places are counted from the last program on.
+      are_early: whether parts are there before the program comes to the rest of their tile. Then
+        it begins with them, and programs do so at different times.
+    """
+
+    sums: Ref
+    done: Ref
+    place: jax.Array
+    are_early: bool
+
+    def hand_over(self, total: jax.Array, me: jax.Array) -> None:
+        pipeline.inline(epilogue.hand_over, self._types)(total, *self._of(self.place, me))
+
+    def collect(self, total: jax.Array, work: Work, me: jax.Array) -> jax.Array:
+        """Adds the parts that are missing, in the order of their groups."""
+        kind = pipeline.array(total.shape, total.dtype)
+        take = pipeline.inline(epilogue.take_over, self._types, kind)
+
+        def add(i: jax.Array, total: jax.Array) -> jax.Array:
+            added: jax.Array = take(total, *self._of(self.place + 1 + i, me))
+            return added
+
+        return lax.fori_loop(jnp.int32(0), work.missing, add, total)
+
+    @property
+    def _types(self) -> tuple[Any, ...]:
+        return (plgpu.Layout.WGMMA, SCALAR, plgpu.RefType(), plgpu.RefType())
+
+    def _of(self, place: jax.Array, me: jax.Array) -> tuple[jax.Array, Ref, Ref]:
+        return place * WARPGROUPS + me, self.sums, self.done
 
 
 def _operand(m: Memory, slot: jax.Array, me: jax.Array) -> jax.Array:
@@ -131,23 +238,24 @@ def _operand(m: Memory, slot: jax.Array, me: jax.Array) -> jax.Array:
 
 
 def _accumulate(
-    groups: int,
+    work: Work,
+    total: jax.Array,
     operand: tuple[jax.Array, jax.Array],
     has_next: jax.Array,
     me: jax.Array,
     m: Memory,
     s: Settings,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """A warpgroup's sums over all groups of a tile's inputs; the first operand of the next tile.
+    """A warpgroup's sums over a tile's groups of inputs; the first operand of the next tile.
 
-    `operand` is the first group's weights as words, and its slot; `has_next` says whether another
+    They are added to `total`. `operand` is the first group's weights as words, and its slot; `has_next` says whether another
     tile follows.
     """
     ping_pong = pipeline.PingPong(m.tensor_core_order, me, WARPGROUPS)
 
     def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, words, slot = carry
-        is_inside = g + 1 < groups
+        is_inside = g + 1 < work.end
         following = pipeline.next_slot(slot, s.stages)
         total = program.start(program.settle(words, slot), m.x.at[slot], total)
         ping_pong.hand_on()
@@ -162,8 +270,8 @@ def _accumulate(
         return total, words, following
 
     ping_pong.wait()
-    carry = (pipeline.full(0.0, (ROWS, s.tokens)), *operand)
-    total, words, slot = lax.fori_loop(jnp.int32(0), jnp.int32(groups), step, carry)
+    carry = (total, *operand)
+    total, words, slot = lax.fori_loop(work.begin, work.end, step, carry)
     return total, (words, slot)
 
 
@@ -195,9 +303,7 @@ def _store(total: jax.Array, work: Work, me: jax.Array, m: Memory, a: Arrays, s:
     plgpu.barrier_arrive(m.tile_free)
 
 
-def _produce(
-    work: Work, slot: jax.Array, groups: int, m: Memory, a: Arrays, s: Settings
-) -> jax.Array:
+def _produce(work: Work, slot: jax.Array, m: Memory, a: Arrays, s: Settings) -> jax.Array:
     tokens, tiles = pl.ds(work.token, s.tokens), pl.ds(work.tile * WARPGROUPS, WARPGROUPS)
 
     def group(g: jax.Array, slot: jax.Array) -> jax.Array:
@@ -209,12 +315,16 @@ def _produce(
         plgpu.copy_gmem_to_smem(a.x.at[tokens, inputs], m.x.at[slot], ready)
         return pipeline.next_slot(slot, s.stages)
 
-    slot = lax.fori_loop(jnp.int32(0), jnp.int32(groups), group, slot)
-    plgpu.barrier_wait(m.tile_free)
-    plgpu.copy_gmem_to_smem(a.token_scales.at[tokens], m.token_scales, m.tile_ready)
-    rows = pl.ds(work.tile * TILE, TILE)
-    for source, target in zip(a.factors, m.factors, strict=True):
-        plgpu.copy_gmem_to_smem(source.at[rows], target, m.tile_ready)
+    slot = lax.fori_loop(work.begin, work.end, group, slot)
+
+    @pl.when(work.begin == 0)
+    def _() -> None:
+        plgpu.barrier_wait(m.tile_free)
+        plgpu.copy_gmem_to_smem(a.token_scales.at[tokens], m.token_scales, m.tile_ready)
+        rows = pl.ds(work.tile * TILE, TILE)
+        for source, target in zip(a.factors, m.factors, strict=True):
+            plgpu.copy_gmem_to_smem(source.at[rows], target, m.tile_ready)
+
     return slot
 
 
@@ -239,26 +349,52 @@ def _memory(stages: int, scales: Any, s: Settings) -> Memory:
     )
 
 
-def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings) -> None:
+def _kernel(*refs: Ref, grid: Grid, s: Settings) -> None:
     codes, scales, tables, x, token_scales, *rest = refs
     factors = [rest.pop(0) for _ in range(1 + s.epilogue.has_bias)]
     residual = rest.pop(0) if s.epilogue.has_residual else None
     a = Arrays(codes, scales, tables, x, token_scales, factors, residual, rest.pop(0))
-    me, groups = lax.axis_index("warpgroup"), codes.shape[1]
-
-    def body(m: Memory) -> None:
-        share = pipeline.TileScheduler(tiles[0] * tiles[1])
+    me = lax.axis_index("warpgroup")
+    if s.is_even:
+        places = lax.axis_size(PROGRAM)
+        place = places - 1 - lax.axis_index(PROGRAM)
+        share = EvenShare(place, places, grid, s)
+        count, work_of = share.count, share.work
+        done = pl.get_global(plgpu.SemaphoreType.REGULAR((places * WARPGROUPS,)))
+        parts = Parts(rest.pop(0), done, place, share.is_long)
+    else:
+        scheduler, parts = pipeline.TileScheduler(grid.tiles), None
+        count = scheduler.count
 
         def work_of(i: jax.Array) -> Work:
-            return Work.of(share.number(i), tiles[0], s)
+            return grid.whole(scheduler.number(i), s)
 
+    def body(m: Memory) -> None:
         def consume(
             i: jax.Array, operand: tuple[jax.Array, jax.Array]
         ) -> tuple[jax.Array, jax.Array]:
-            has_next = i + 1 < share.count
-            total, operand = _accumulate(groups, operand, has_next, me, m, s)
-            _store(total, work_of(i), me, m, a, s)
+            work = work_of(i)
+            total = pipeline.full(0.0, (ROWS, s.tokens))
+            if parts is not None and parts.are_early:
+                total = parts.collect(total, work, me)
+            total, operand = _accumulate(work, total, operand, i + 1 < count, me, m, s)
+            if parts is None:
+                _store(total, work, me, m, a, s)
+                return operand
+
+            @pl.when(work.begin > 0)
+            def _() -> None:
+                parts.hand_over(total, me)
+
+            @pl.when(work.begin == 0)
+            def _() -> None:
+                whole = total if parts.are_early else parts.collect(total, work, me)
+                _store(whole, work, me, m, a, s)
+
             return operand
+
+        def produce(i: jax.Array, slot: jax.Array) -> jax.Array:
+            return _produce(work_of(i), slot, m, a, s)
 
         def start_to_consume() -> None:
             pipeline.free_at_first(s.stages, [m.free], m.tile_free)
@@ -267,13 +403,13 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings) -> None:
             slot = jnp.int32(0)
             plgpu.barrier_wait(m.ready.at[slot])
             first = (_operand(m, slot, me), slot)
-            lax.fori_loop(jnp.int32(0), share.count, consume, first)
+            lax.fori_loop(jnp.int32(0), count, consume, first)
             # What is read will be written before the kernel is over.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def start_to_produce() -> None:
             plgpu.copy_gmem_to_smem(a.tables, m.tables, m.tables_ready)
-            share.by_index(lambda i, slot: _produce(work_of(i), slot, groups, m, a, s))
+            lax.fori_loop(jnp.int32(0), count, produce, jnp.int32(0))
 
         pipeline.divide(me, WARPGROUPS, REGISTERS, start_to_consume, start_to_produce)
 
@@ -301,14 +437,19 @@ def int4_matmul(
     s = settings
     if columns < s.columns:
         raise ValueError(f"{columns=} must be at least {s.columns}, those of a tile")
-    tiles = (pl.cdiv(x.shape[0], s.tokens), pl.cdiv(codes.shape[0], WARPGROUPS))
-    run = pipeline.launch(
-        functools.partial(_kernel, tiles=tiles, s=s),
-        "turbojax_int4_matmul_many_hopper",
-        jax.ShapeDtypeStruct((x.shape[0], columns), jnp.dtype(s.epilogue.dtype)),
-        tiles[0] * tiles[1],
-        s.programs,
-    )
+    tiles = pl.cdiv(x.shape[0], s.tokens), pl.cdiv(codes.shape[0], WARPGROUPS)
+    grid = Grid(*tiles, codes.shape[1])
+    pieces = grid.tiles * (grid.groups if s.is_even else 1)
+    out = [jax.ShapeDtypeStruct((x.shape[0], columns), jnp.dtype(s.epilogue.dtype))]
+    if s.is_even:
+        places = min(pieces, s.programs)
+        out.append(jax.ShapeDtypeStruct((places, TILE, s.tokens), jnp.float32))
+    kernel = functools.partial(_kernel, grid=grid, s=s)
+    run = pipeline.launch(kernel, "turbojax_int4_matmul_many_hopper", out, pieces, s.programs)
+    if s.is_even:
+        # Under `vmap` one after the other, for all would share the words of `Parts.done`.
+        run = jax.custom_batching.sequential_vmap(run)
     weights = (int4.chunks(codes), lax.bitcast_convert_type(scales, jnp.uint8), tables)
     optional = [array for array in (bias, residual) if array is not None]
-    return run(*weights, x, token_scales, output_scales, *optional)
+    result: jax.Array = run(*weights, x, token_scales, output_scales, *optional)[0]
+    return result
