@@ -154,9 +154,7 @@ def test_tiles_that_programs_share(monkeypatch, case, programs):
     blocks = (arrays[0], in_blocks(arrays[1]), stored_bias(arrays[2], arrays[1]), arrays[3])
     launch = int4_mosaic.Launch(256, 5, 1, 1, False, is_many=True, is_even=True)
     # Not the jitted function, which knows nothing of the programs.
-    call = functools.partial(
-        int4_mosaic._matmul.__wrapped__, activation=activation, launch=launch
-    )
+    call = functools.partial(int4_mosaic._matmul.__wrapped__, activation=activation, launch=launch)
     got = jax.jit(call)(*blocks)
     assert_equals_oracle(got, *arrays, activation, arrays[1].padded_shape[1])
     again = jax.jit(call)

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import turbojax as tj
-from pallas_kernels.mosaic.hopper.matmul import int4 as int4_kernel
 from pallas_kernels.mosaic.hopper.matmul import epilogue, int4_many
+from pallas_kernels.mosaic.hopper.matmul import int4 as int4_kernel
 from pallas_kernels.mosaic.pipeline import WARPGROUPS
 from pallas_kernels.mosaic.products import int4 as int4_operand
 from tests.kernels.kernel_helpers import lower_for_cuda

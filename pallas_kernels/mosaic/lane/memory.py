@@ -229,7 +229,7 @@ def release(word: Pointer) -> None:
 
 
 def acquire(word: Pointer) -> None:
-    """Waits until a word of global memory is not 0, and knows of the stores before its `release`."""
+    """Waits until a word of global memory is not 0, and knows what was stored before `release`."""
     text = (
         "{ .reg .pred none; .reg .b32 x; again: ld.acquire.gpu.global.b32 x, [$0]; "
         "setp.eq.u32 none, x, 0; @none bra again; }"

@@ -2,8 +2,9 @@
 
 Roofline, for weights of 14336 x 4096 on an H200: products 19 us for 256 tokens (112 tiles, one to a
 multiprocessor), 75 for 1,024, 262 for 4,096; conversion, 176 of a tile's 1,024 clocks, and shared
-memory hide behind them. Targets: 24, 85 and 330 us. Seen: 28.0, 101 and 345 (XLA in e4m3 22.6,
-76.6, 299). Conversion is hidden only in part: without it 92 of 103 us for 1,024 tokens are left.
+memory hide behind them. Targets: 24, 85 and 330 us. Seen: 27.7 and 96 (XLA in e4m3 22.7, 78.3).
+A group takes 0.78 us with all multiprocessors, without conversion 0.70 as in XLA, and 0.66 with
+half of them: what is short is shared by all, so that conversion costs its instructions.
 
 What `int4.py` loses, and what is different here:
   - Its products wait for one another and its conversion hides behind nothing: ptxas serializes
@@ -15,6 +16,8 @@ What `int4.py` loses, and what is different here:
     done, starts its next ones.
   - Scales and biases of the outputs are copied ahead, like those of the tokens.
   - The next tile's first weights are converted before this tile's outputs are written.
+  - With `Settings.is_even` tiles are cut between groups, where whole ones would leave programs
+    idle. Sums go from program to program in float32, through memory, added in the groups' order.
 
 Roofline in full and versions: `docs/kernels/matmul.md`.
 """
@@ -128,7 +131,7 @@ class Work(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """All tiles: `across` of tokens, which vary fastest, and `down` of outputs, of `groups` each."""
+    """All tiles: `across` of tokens, which vary fastest, `down` of outputs; of `groups` each."""
 
     across: int
     down: int
@@ -144,7 +147,8 @@ class Grid(NamedTuple):
         return Work(token, tile, none, jnp.int32(self.groups), none)
 
 
-class EvenShare(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class EvenShare:
     """What the program at one of many places does: groups that follow one another, of such tiles.
 
     Its first tile may begin late and its last end early; what is missing there comes first of all
@@ -248,8 +252,8 @@ def _accumulate(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """A warpgroup's sums over a tile's groups of inputs; the first operand of the next tile.
 
-    They are added to `total`. `operand` is the first group's weights as words, and its slot; `has_next` says whether another
-    tile follows.
+    They are added to `total`. `operand` is the first group's weights as words, and its slot;
+    `has_next` says whether another tile follows.
     """
     ping_pong = pipeline.PingPong(m.tensor_core_order, me, WARPGROUPS)
 
