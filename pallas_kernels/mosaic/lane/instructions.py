@@ -134,6 +134,12 @@ def permute_bytes(a: Int, b: Int | int, selector: Int | int) -> Int:
     return assembly("prmt.b32 $0, $1, $2, $3;", a, Int(int_value(b)), Int(int_value(selector)))
 
 
+def permute_bytes_here(a: Int, b: Int, selector: Int) -> Int:
+    """`permute_bytes`, in its place among other instructions with side effects."""
+    values = [a.value, b.value, selector.value]
+    return Int(asm(i32(), values, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", effects=True))
+
+
 def flip_masked(a: Int, mask: int, bits: int) -> Int:
     """``(a & mask) ^ bits`` in one instruction; two operators with constants would be two."""
     return assembly("lop3.b32 $0, $1, $2, $3, 0x6a;", a, Int(int_value(mask)), Int(int_value(bits)))

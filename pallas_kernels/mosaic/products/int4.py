@@ -28,18 +28,28 @@ def chunks(codes: Any) -> Any:
     return codes.reshape(*codes.shape[:2], -1, CHUNK)
 
 
-def convert(word: Int, table: Sequence[Int]) -> tuple[Int, Int]:
-    """Eight codes as two words of e4m3: nibbles 0 to 3, and 4 to 7."""
+Choice = tuple[Int, Int, Int]
+"""What `lane.permute_bytes` makes a word of e4m3 of: bytes of either sign, and which to take."""
+
+
+def choices(word: Int, table: Sequence[Int]) -> tuple[Choice, Choice]:
+    """Eight codes: nibbles 0 to 3, and 4 to 7."""
     magnitude = word & 0x77777777
-    # Byte i of the first or, of negative codes, of the second choice.
+    # Byte i of the first or, of negative codes, of the second.
     sign = lane.flip_masked(word >> 1, 0x44444444, 0x32103210)
     out = []
     for _ in range(2):
         positive = lane.permute_bytes(table[0], table[1], magnitude)
         negative = lane.permute_bytes(table[2], table[3], magnitude)
-        out.append(lane.permute_bytes(positive, negative, sign))
+        out.append((positive, negative, sign))
         magnitude, sign = magnitude >> 16, sign >> 16
     return out[0], out[1]
+
+
+def convert(word: Int, table: Sequence[Int]) -> tuple[Int, Int]:
+    """Eight codes as two words of e4m3: nibbles 0 to 3, and 4 to 7."""
+    first, second = choices(word, table)
+    return lane.permute_bytes(*first), lane.permute_bytes(*second)
 
 
 def load(
@@ -136,6 +146,17 @@ def operand(
     return fragments.carrier(
         [row[i] for i in range(len(rows[0])) for row in rows]
     ), fragments.row_array(rest)
+
+
+def choices_of_operand(codes: Any, scales: Any, tables: Any, first: Any) -> Any:
+    """Of every word of `operand` its `Choice`, as int32 ``[64, 96]``."""
+    row, t = fragments.row_and_place()
+    pointers = [Pointer.to(x) for x in (codes, scales, tables)]
+    found, _ = _read(*pointers, (row + lane.scalar(first), t), "bfloat16")
+    rows = [[x for word in words for x in choices(word, table)] for words, table in found]
+    return fragments.carrier(
+        [x for pair in zip(*rows, strict=True) for three in pair for x in three]
+    )
 
 
 def expand(codes: Any, scales: Any, tables: Any, first: Any, out: Any) -> None:

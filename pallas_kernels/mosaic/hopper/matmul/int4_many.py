@@ -2,16 +2,16 @@
 
 Roofline, for weights of 14336 x 4096 on an H200: products 19 us for 256 tokens (112 tiles, one to a
 multiprocessor), 75 for 1,024, 262 for 4,096; conversion, 176 of a tile's 1,024 clocks, and shared
-memory hide behind them. Targets: 24, 85 and 330 us. Seen: 27.7 and 96 (XLA in e4m3 22.7, 78.3).
-A group takes 0.78 us with all multiprocessors, without conversion 0.70 as in XLA, and 0.66 with
-half of them: what is short is shared by all, so that conversion costs its instructions.
+memory hide behind them. Targets: 24, 85 and 330 us. Seen: 26.0 and 91.4 (XLA in e4m3 22.7, 78.5).
+What is short is shared by all multiprocessors (half of them take 10 % less for a tile), so that
+conversion costs its instructions, hidden or not: without it XLA's speed is left.
 
 What `int4.py` loses, and what is different here:
   - Its products wait for one another and its conversion hides behind nothing: ptxas serializes
     products (C7513) as soon as registers that a product reads are written while one is on its way,
-    even the next one's. Here such registers are written between products (`program.settle`), by
-    instructions that ptxas cannot leave out, and what they are written from is computed before a
-    wait, which is a loop, over which the compiler moves nothing.
+    even the next one's. Here conversion's last instructions write such registers between products
+    (`_settle`), and what they write is computed before a wait, which is a loop, over which the
+    compiler moves nothing.
   - Warpgroups take turns: one's products are in the matrix unit's queue while another, whose are
     done, starts its next ones.
   - Scales and biases of the outputs are copied ahead, like those of the tokens.
@@ -33,9 +33,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import pipeline
+from pallas_kernels.mosaic import lane, pipeline
 from pallas_kernels.mosaic.hopper.matmul import epilogue, program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
+from pallas_kernels.mosaic.lane import fragments
 from pallas_kernels.mosaic.pipeline import PROGRAM, ROWS, SCALAR, WARPGROUPS
 from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
@@ -149,10 +150,11 @@ class Grid(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EvenShare:
-    """What the program at one of many places does: groups that follow one another, of such tiles.
+    """What the program at one of many places does, if all have equally many groups.
 
-    Its first tile may begin late and its last end early; what is missing there comes first of all
-    in the places after it.
+    First `rounds` whole tiles, one after the other with those of the other places; then groups that
+    follow one another, of tiles that do. The first of these may begin late, the last end early;
+    what is missing there the places after it do right after their whole tiles.
     """
 
     place: jax.Array
@@ -166,36 +168,53 @@ class EvenShare:
         return self.grid.tiles >= self.places
 
     @property
+    def rounds(self) -> int:
+        return max(0, self.grid.tiles // self.places - 1)
+
+    @property
     def count(self) -> jax.Array:
-        """Of how many tiles it has a part."""
+        """Of how many tiles it has at least a part."""
         groups = jnp.int32(self.grid.groups)
         begin, end = self._bounds()
-        return lax.div(end - 1, groups) - lax.div(begin, groups) + 1
+        return self.rounds + lax.div(end - 1, groups) - lax.div(begin, groups) + 1
 
     def work(self, i: jax.Array) -> Work:
+        part = self._part(i - self.rounds)
+        if not self.rounds:
+            return part
+        whole = self.grid.whole(self.place + i * self.places, self.s)
+        return jax.tree.map(functools.partial(jnp.where, i < self.rounds), whole, part)
+
+    def _part(self, i: jax.Array) -> Work:
         groups = jnp.int32(self.grid.groups)
         begin, end = self._bounds()
         number = lax.div(begin, groups) + i
         before = number * groups
         # The place that has the tile's last group.
-        last = lax.div((before + groups) * self.places - 1, groups * self.grid.tiles)
+        last = lax.div((before + groups) * self.places - 1, groups * self._shared)
+        number += self.rounds * self.places
         return self.grid.whole(number, self.s)._replace(
             begin=jnp.maximum(begin - before, 0),
             end=jnp.minimum(end - before, groups),
             missing=jnp.where(begin <= before, last - self.place, 0),
         )
 
+    @property
+    def _shared(self) -> int:
+        """Tiles of which programs may have parts: those after the whole ones."""
+        return self.grid.tiles - self.rounds * self.places
+
     def _bounds(self) -> tuple[jax.Array, jax.Array]:
-        """Its first group and the one after its last, counted over all tiles."""
-        total, places = self.grid.tiles * self.grid.groups, jnp.int32(self.places)
+        """Its first group and the one after its last, counted over these tiles."""
+        total, places = self._shared * self.grid.groups, jnp.int32(self.places)
         return lax.div(self.place * total, places), lax.div((self.place + 1) * total, places)
 
 
 class Parts(NamedTuple):
     """Where sums of cut tiles go from program to program.
 
-    A program waits for those that started before it alone, and for what they do first of all: it
-    cannot be that all wait. Attributes:
+    A program waits for those that started before it alone, and for what they do before they wait:
+    it cannot be that all wait. Attributes:
       sums: of each place and warpgroup those that it hands over.
       done: for each of them a word that is 0 until they are there.
       place: the program's own; places are counted from the last program on.
@@ -231,14 +250,27 @@ class Parts(NamedTuple):
 
 
 def _operand(m: Memory, slot: jax.Array, me: jax.Array) -> jax.Array:
+    """A group's weights, converted but for the choice between their signs."""
     refs = [m.codes.at[slot], m.scales.at[slot], m.tables]
     types = (SCALAR, *[plgpu.RefType()] * len(refs))
-    words = pipeline.array((ROWS, GROUP // 4), jnp.int32)
+    words = pipeline.array((ROWS, 3 * GROUP // 4), jnp.int32)
 
     def run(row: Any, codes: Any, scales: Any, tables: Any) -> Any:
-        return int4.operand(codes, scales, tables, row)[0]
+        return int4.choices_of_operand(codes, scales, tables, row)
 
     return pipeline.inline(run, types, words)(me * ROWS, *refs)
+
+
+def _settle(choices: jax.Array) -> jax.Array:
+    """The operand of `_operand`, in registers that are written while no product is on its way."""
+
+    def run(choices: Any) -> Any:
+        words = fragments.scalars(choices)
+        threes = zip(words[::3], words[1::3], words[2::3], strict=True)
+        return fragments.carrier([lane.permute_bytes_here(*three) for three in threes])
+
+    kind = pipeline.array((ROWS, GROUP // 4), jnp.int32)
+    return pipeline.inline(run, (plgpu.Layout.WGMMA,), kind)(choices)
 
 
 def _accumulate(
@@ -252,7 +284,7 @@ def _accumulate(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """A warpgroup's sums over a tile's groups of inputs; the first operand of the next tile.
 
-    They are added to `total`. `operand` is the first group's weights as words, and its slot;
+    They are added to `total`. `operand` is the first group's `_operand`, and its slot;
     `has_next` says whether another tile follows.
     """
     ping_pong = pipeline.PingPong(m.tensor_core_order, me, WARPGROUPS)
@@ -261,7 +293,7 @@ def _accumulate(
         total, words, slot = carry
         is_inside = g + 1 < work.end
         following = pipeline.next_slot(slot, s.stages)
-        total = program.start(program.settle(words, slot), m.x.at[slot], total)
+        total = program.start(_settle(words), m.x.at[slot], total)
         ping_pong.hand_on()
         pl.when(is_inside | has_next)(lambda: plgpu.barrier_wait(m.ready.at[following]))
         # While the product is in flight. After the last group this converts stale memory.
