@@ -151,8 +151,8 @@ def operand(
 def choices_of_operand(codes: Any, scales: Any, tables: Any, first: Any) -> Any:
     """Of every word of `operand` its `Choice`, as int32 ``[64, 96]``."""
     row, t = fragments.row_and_place()
-    pointers = [Pointer.to(x) for x in (codes, scales, tables)]
-    found, _ = _read(*pointers, (row + lane.scalar(first), t), "bfloat16")
+    here = row + lane.scalar(first), t
+    found, _ = _read(Pointer.to(codes), Pointer.to(scales), Pointer.to(tables), here, "bfloat16")
     rows = [[x for word in words for x in choices(word, table)] for words, table in found]
     return fragments.carrier(
         [x for pair in zip(*rows, strict=True) for three in pair for x in three]
