@@ -6,7 +6,9 @@ import pytest
 
 from benchmarks import stored
 from benchmarks.suite import Asked
+from benchmarks.suites.parallel import ops
 from benchmarks.suites.parallel import suite as parallel
+from turbojax.models.generation import session
 
 RESULT = {
     "device": "one GPU",
@@ -46,3 +48,20 @@ def test_the_committed_result_has_every_row_that_was_asked_for():
     rows = {row["label"] for row in found[1]["rows"]}
     asked = {group.label for group, _ in parallel.SUITE.rows() if group.asked is not None}
     assert asked <= rows
+
+
+@pytest.mark.slow
+def test_steps_are_launched_as_generate_does(monkeypatch):
+    counts = []
+    program = ops.next_tokens
+
+    class Seen:
+        def lower(self, *arguments, **static):
+            counts.append(static["count"])
+            return program.lower(*arguments, **static)
+
+    monkeypatch.setattr(ops, "next_tokens", Seen())
+    row = ops.step("tiny", "bf16", "turbo4", 2, 64, devices=1)
+    assert counts == [session._TOGETHER] == [row["tokens_together"]]
+    assert row["us"] == min(row["us_of_runs"]) > 0
+    assert not row["exchanges"]

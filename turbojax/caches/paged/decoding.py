@@ -36,10 +36,10 @@ def append_and_attend(
     """Writes new tokens to pages, and attends their queries to all tokens so far.
 
     The bits are those of `turbojax.paged.append`, then `paged_attention`. Under `jit` on Hopper one
-    kernel does both where there is one token of each sequence, pages are ``"turbo4"``, heads have
-    128 channels, at most eight of queries for one of keys, the sequences times the heads of keys
-    are at most 128, and there are no sinks: the program that reads a sequence's last block also
-    writes its token. Donate the pool.
+    kernel does both where there is one token of each sequence, keys and values are stored alike in
+    16, 8 or 4 bits, heads have 128 channels, at most eight of queries for one of keys, the
+    sequences times the heads of keys are at most 128, and there are no sinks: the program that
+    reads a sequence's last block also writes its token. Donate the pool.
 
     Args:
       query: ``[B, T, N, H]`` in `cache.dtype`, after the rotary embedding.
