@@ -57,8 +57,8 @@ class Settings:
     tokens: int  # of a tile, a multiple of 32, at most 256
     stages: int  # groups of inputs in shared memory
     programs: int = 132  # how many run side by side, one to a multiprocessor
-    # Whether tiles are cut between groups, so that all programs have equally many of them. Groups of
-    # all tiles times programs must be below 2**31.
+    # Whether tiles are cut between groups, so that all programs have equally many of them. The
+    # groups of all tiles times the programs must be below 2**31.
     is_even: bool = False
 
     @property
