@@ -155,13 +155,16 @@ def _fp8_tokens(implementation: Any) -> Any:
     return call, (_normal(0, 5, 300), _normal(1, 300))
 
 
-def _int4(implementation: str, tokens: int, outputs: int, inputs: int) -> Any:
+def _int4(
+    implementation: str, tokens: int, outputs: int, inputs: int, scale_dtype: str = "e4m3"
+) -> Any:
     def call(codes: jax.Array, scale: jax.Array, weight: Any, bias: jax.Array) -> Any:
         x = Fp8Tokens(codes, scale, np.dtype(jnp.bfloat16))
         return matmul(x, weight, bias=bias, activation="silu", implementation=implementation)
 
     codes = _normal(0, tokens, inputs, dtype=jnp.float8_e4m3fn)
-    weight = quantize_weight(_normal(1, outputs, inputs, dtype=jnp.float32))
+    w = _normal(1, outputs, inputs, dtype=jnp.float32)
+    weight = quantize_weight(w, scale_dtype=scale_dtype)
     bias = _normal(2, outputs, dtype=jnp.float32)
     return call, (codes, jnp.ones(tokens, jnp.bfloat16), weight, bias)
 
@@ -369,7 +372,7 @@ CASES = {
     "int4, large tiles, Hopper": _case(
         "int4_matmul_many_hopper", _int4, "mosaic_gpu", 130, 136, 300
     ),
-    "int4, tiles, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 100, 136, 300),
+    "int4, tiles, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 100, 136, 300, "bf16"),
     "int4, few tokens, Hopper": _case("int4_few_hopper", _int4, "mosaic_gpu", 3, 136, 1024),
     "experts, Hopper": _case(
         "grouped_matmul_hopper", _experts, "mosaic_gpu", (3, 0, 20, 1), 136, 300

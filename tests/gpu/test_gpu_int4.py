@@ -49,13 +49,16 @@ CASES = {
     "many tokens": ((2049, 768, 1024), "e4m3", None),
     "many tokens, gated": ((1024, 704, 640), "e4m3", "swiglu"),
     "many tokens, bf16": ((1000, 640, 1024), "bf16", None),
-    # On Hopper one program to a tile: of 8, 16, 64, 128 and 256 tokens, and several to a program.
+    # On Hopper one program to a tile: of 8 to 256 tokens, and several to a program.
     "five tokens, gated": ((5, 75, 300), "e4m3", "swiglu"),
     "eight tokens": ((8, 200, 520), "e4m3", None),
     "many outputs, gated": ((16, 9000, 640), "e4m3", "swiglu"),
     "many outputs, bf16, gated": ((64, 9000, 640), "bf16", "swiglu"),
     "few inputs": ((64, 200, 300), "e4m3", "silu"),
-    "a tile and one token": ((129, 200, 300), "e4m3", "gelu"),
+    "a tile of 128 tokens": ((100, 1030, 520), "e4m3", "gelu"),
+    "a tile of 128 tokens, gated": ((65, 704, 4096), "e4m3", "swiglu"),
+    "a tile of 192 tokens": ((129, 200, 300), "e4m3", "gelu"),
+    "a tile of 192 tokens, shared": ((190, 200, 1300), "e4m3", "silu"),
     "two tiles and one token, gated": ((257, 75, 130), "e4m3", "geglu"),
     "expanded": ((4099, 200, 640), "e4m3", "gelu"),
     "several tiles to a program": ((1500, 3000, 256), "e4m3", "silu"),
@@ -143,6 +146,7 @@ def test_bits_of_few_tokens(shape, scale_dtype):
         (((300, 200, 1300), "e4m3", None), 7),  # Four tiles of eleven.
         (((260, 140, 384), "e4m3", "swiglu"), 5),
         (((129, 64, 1100), "e4m3", "silu"), 132),  # One tile, of which each of nine has a group.
+        (((128, 300, 1300), "e4m3", "gelu"), 7),  # In two levels.
     ],
 )
 def test_tiles_that_programs_share(monkeypatch, case, programs):
@@ -152,7 +156,8 @@ def test_tiles_that_programs_share(monkeypatch, case, programs):
     monkeypatch.setattr(int4_mosaic, "multiprocessors", lambda: programs)
     arrays, activation = operands(case), case[2]
     blocks = (arrays[0], in_blocks(arrays[1]), stored_bias(arrays[2], arrays[1]), arrays[3])
-    launch = int4_mosaic.Launch(256, 5, 1, 1, False, is_many=True, is_even=True)
+    tile = 128 if case[0][0] <= 128 else 256
+    launch = int4_mosaic.Launch(tile, 5, 1, 1, False, is_many=True, is_even=True)
     # Not the jitted function, which knows nothing of the programs.
     call = functools.partial(int4_mosaic._matmul.__wrapped__, activation=activation, launch=launch)
     got = jax.jit(call)(*blocks)

@@ -29,7 +29,7 @@ from turbojax.matmul.int4 import matmul, mosaic_gpu, mosaic_operands
 from turbojax.matmul.int4 import weight as int4
 from turbojax.matmul.int4.api import MATMUL
 
-ROWS = (1, 7, 8, 9, 16, 33, 64, 65, 128, 129, 256, 257, 1000, 2048, 4097)
+ROWS = (1, 7, 8, 9, 16, 33, 64, 65, 128, 129, 192, 193, 256, 257, 1000, 2048, 4097)
 SHARED_BYTES = 227 * 1024
 
 
@@ -91,17 +91,19 @@ def test_launches(shape, scales, is_precise):
         launch = mosaic_gpu.default_launch(rows, weight, is_precise=is_precise)
         is_coarse = rows > 128 and scales == "e4m3" and not is_precise
         assert launch.expands == (is_coarse and rows >= 4096)
-        assert launch.tokens == (
-            256 if is_coarse else min(128, max(8, 1 << (rows - 1).bit_length()))
-        )
+        # The smallest tiles of which there are as few as can be.
+        tiles = -(-rows // (256 if is_coarse else 128))
+        sizes = (8, 16, 32, 64, 128, 192, 256)
+        assert launch.tokens == next(n for n in sizes if n * tiles >= rows)
         assert launch.teams == (2 if rows <= 64 else 1)
         assert launch.stages % launch.teams == 0
         assert launch.stages >= 2 * launch.teams
         # Every part has a group of inputs, and a part alone as many as it is worth.
         groups = weight.scales.shape[1]
         assert launch.parts == 1 or (rows <= 256 and groups >= 4 * launch.parts)
-        # Whole tiles whose sums stay in the matrix unit are those of the kernel for many tokens.
-        assert launch.is_many == (is_coarse and launch.parts == 1 and not launch.expands)
+        # Whole tiles of more than 64 tokens are those of the kernel for many of them.
+        is_whole = launch.parts == 1 and not launch.expands
+        assert launch.is_many == (rows > 64 and scales == "e4m3" and is_whole)
         assert shared_bytes(launch, {"e4m3": 1, "bf16": 2}[scales]) <= SHARED_BYTES
 
 
@@ -181,7 +183,8 @@ LOWERED = [
     (65, 200, 300, "bf16", "silu", "bias residual float16"),
     (128, 4096, 4096, "e4m3", None, "residual"),
     (129, 4096, 4096, "e4m3", None, "residual"),
-    (129, 14336, 300, "e4m3", "swiglu", "bias residual float16"),
+    (192, 14336, 300, "e4m3", "swiglu", "bias residual float16"),
+    (193, 200, 300, "e4m3", "gelu", "bias"),
     (256, 14336, 4096, "bf16", "swiglu", "residual"),
     (256, 14336, 4096, "e4m3", "gelu", "bias residual highest"),
     (257, 75, 130, "e4m3", "swiglu", "bias"),
@@ -197,7 +200,7 @@ LOWERED = [
 
 
 # One of each kernel, gated or not, in the fast tier.
-FIRST = [LOWERED[i] for i in (1, 9, 11, 22, 26)]
+FIRST = [LOWERED[i] for i in (1, 9, 12, 23, 27)]
 
 
 @pytest.mark.quick(2, slow=0)
@@ -225,10 +228,10 @@ def test_lowers_for_cuda(case):
     assert ("optimization_barrier" in text) == expands
     is_few = shape[0] <= 64
     assert ("turbojax_int4_few_hopper" in text) == is_few
-    is_coarse = stays and 128 < shape[0] < 4096
-    tiles = -(-shape[0] // 256) * -(-weight.padded_shape[0] // 128)
+    tiles = -(-shape[0] // (256 if stays else 128)) * -(-weight.padded_shape[0] // 128)
     # Few tiles of up to 256 tokens are shared.
-    is_many = is_coarse and (shape[0] > 256 or tiles > 66 or weight.padded_shape[1] < 1024)
+    is_whole = shape[0] > 256 or tiles > 66 or weight.padded_shape[1] < 1024
+    is_many = scales == "e4m3" and not is_few and not expands and is_whole
     assert ("turbojax_int4_matmul_many_hopper" in text) == is_many
     rest = not expands and not is_many and not is_few
     assert ("turbojax_int4_matmul_hopper" in text) == rest
@@ -246,7 +249,7 @@ def test_lowers_under_vmap(count):
     tokens, weight = specification(count, 200, 300)
     many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((5, *x.shape), x.dtype), tokens)
     call = functools.partial(matmul, implementation="mosaic_gpu")
-    name = "turbojax_int4_few_hopper" if count <= 64 else "turbojax_int4_matmul_hopper"
+    name = "turbojax_int4_few_hopper" if count <= 64 else MANY
     assert name in lower_for_cuda(jax.vmap(call, (0, None)), many, weight)
 
 
@@ -543,6 +546,11 @@ def test_programs_have_equally_many_groups(grid, programs):
 @pytest.mark.parametrize(
     ("rows", "shape", "is_even"),
     [
+        (128, (14336, 4096), False),
+        (128, (11008, 4096), True),
+        (128, (6144, 4096), True),
+        (128, (4096, 4096), False),
+        (192, (4096, 14336), True),
         (256, (14336, 4096), False),
         (512, (14336, 4096), False),
         (1024, (14336, 4096), True),

@@ -18,7 +18,7 @@ from turbojax.numerics.fp8 import Fp8Tokens
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _GROUP = 128
 # Outputs of a tile; tokens that a tile may have.
-_TILE, _TOKENS = 128, (8, 16, 32, 64, 128, 256)
+_TILE, _TOKENS = 128, (8, 16, 32, 64, 128, 192, 256)
 # With so few tokens memory bandwidth is the limit, and twice as many warpgroups convert.
 _FEW = 64
 # Largest number of tokens in a tile with sums in two levels, which take twice the registers.
@@ -27,9 +27,10 @@ _TWO_LEVELS = 128
 _MANY = 4096
 # Up to this many tokens programs share tiles if these are few; groups that are worth a program.
 _SHARED, _FEWEST_GROUPS = 256, 4
-# Tiles of many tokens are cut evenly if a program then has at least so many groups, and so many
-# fewer than the most that one has of whole tiles: handing sums over takes as long as ten.
-_EVEN_GROUPS, _FEWER_GROUPS = 11, 16
+# Tiles are cut evenly if a program then has at least so many groups, and, by a tile's tokens, so
+# many fewer than the most that one has of whole tiles: handing their sums over takes as long as 8
+# groups of 128 tokens, 10 of 256.
+_EVEN_GROUPS, _FEWER_GROUPS = 11, {128: 10, 192: 13, 256: 16}
 _MOST_STAGES = 12
 _SHARED_BYTES = 227 * 1024
 
@@ -81,12 +82,13 @@ def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -
     in_two_levels = is_precise or not is_e4m3
     expands = rows >= _MANY and not in_two_levels
     most = _TWO_LEVELS if in_two_levels else _TOKENS[-1]
-    tokens = next((n for n in _TOKENS if n >= rows and n <= most), most)
+    share = -(-rows // -(-rows // most))
+    tokens = next(n for n in _TOKENS if n >= share)
     teams = 2 if tokens <= _FEW else 1
     outputs, groups = weight.padded_shape[0], weight.scales.shape[1]
     tiles = -(-rows // tokens) * -(-outputs // _TILE)
-    is_many = tokens > _TWO_LEVELS and not expands
-    is_even = is_many and _is_worth_cutting(tiles, groups)
+    is_many = is_e4m3 and tokens > _FEW and not expands
+    is_even = is_many and _is_worth_cutting(tiles, groups, _FEWER_GROUPS[tokens])
     parts = 1
     if rows <= _SHARED and not is_even:
         parts = max(1, min(multiprocessors() // tiles, groups // _FEWEST_GROUPS))
@@ -95,12 +97,15 @@ def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -
     return Launch(tokens, _stages(tokens, teams, parts, expands, is_e4m3), teams, parts, expands)
 
 
-def _is_worth_cutting(tiles: int, groups: int) -> bool:
-    """Whether programs with equally many groups are done sooner than with whole tiles."""
+def _is_worth_cutting(tiles: int, groups: int, fewer: int) -> bool:
+    """Whether programs with equally many groups are done sooner than with whole tiles.
+
+    `fewer` are the groups that it takes to hand sums over.
+    """
     programs = multiprocessors()
     most, even = -(-tiles // programs) * groups, -(-tiles * groups // programs)
     # Of many tiles little is to be won, and each program's weights are read again and again.
-    is_more = most - even >= max(_FEWER_GROUPS, most // 7)
+    is_more = most - even >= max(fewer, most // 7)
     return even >= _EVEN_GROUPS and is_more and tiles * groups < 2**31 // (programs + 1)
 
 
@@ -192,7 +197,12 @@ def _matmul(
         swizzle=0 if launch.tokens < _FEW else (64 if weight.gated else 128),
     )
     many = int4_many.Settings(
-        epilogue, launch.tokens, launch.stages, multiprocessors(), launch.is_even
+        epilogue,
+        launch.tokens,
+        launch.stages,
+        multiprocessors(),
+        launch.is_even,
+        is_two_level=launch.tokens <= _TWO_LEVELS,
     )
     settings = int4_matmul.Settings(
         epilogue=epilogue,

@@ -60,6 +60,8 @@ class Settings:
     # Whether tiles are cut between groups, so that all programs have equally many of them. The
     # groups of all tiles times the programs must be below 2**31.
     is_even: bool = False
+    # Sum each group separately and add it in float32, see `program.Settings`; of at most 128 tokens.
+    is_two_level: bool = False
 
     @property
     def width(self) -> int:
@@ -293,7 +295,8 @@ def _accumulate(
         total, words, slot = carry
         is_inside = g + 1 < work.end
         following = pipeline.next_slot(slot, s.stages)
-        total = program.start(_settle(words), m.x.at[slot], total)
+        before = None if s.is_two_level else total
+        product = program.start(_settle(words), m.x.at[slot], before)
         ping_pong.hand_on()
         pl.when(is_inside | has_next)(lambda: plgpu.barrier_wait(m.ready.at[following]))
         # While the product is in flight. After the last group this converts stale memory.
@@ -303,7 +306,7 @@ def _accumulate(
         pl.when(is_inside)(ping_pong.wait)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(m.free.at[slot])
-        return total, words, following
+        return (total + product if s.is_two_level else product), words, following
 
     ping_pong.wait()
     carry = (total, *operand)
