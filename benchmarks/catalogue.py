@@ -25,6 +25,7 @@ SUITES = {
         fireq.FIREQ_MODEL,
         experts.SUITE,
         paged.SUITE,
+        paged.CHUNKS,
         paged.FORMATS,
         latent.SUITE,
         serving.SUITE,

@@ -192,7 +192,9 @@ _COLUMNS = (tables.US, *tables.over(BASELINES), tables.GIGABYTES, tables.CEILING
 
 
 def table(result: Result) -> str:
-    return tables.operation_table(result, OPERATION, _NAMES, _COLUMNS)
+    names = [p.name for p in (*PRODUCTS, TINY)]
+    rows = sorted(result["rows"], key=lambda row: (names.index(row["model"]), row["tokens"]))
+    return tables.operation_table({**result, "rows": rows}, OPERATION, _NAMES, _COLUMNS)
 
 
 SUITE = Suite(

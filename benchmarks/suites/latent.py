@@ -205,5 +205,5 @@ SUITE = Suite(
     run=calls.run,
     with_ratios=over_baselines({OPERATION: (_BASELINE,)}),
     formats=("bf16",),
-    tables={"latent": tables.section(table, rates={"copy": ", ", "bf16": ". "})},
+    tables={"latent": tables.section(table, rates=tables.COPY_AND_PRODUCT)},
 )

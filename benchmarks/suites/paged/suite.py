@@ -3,7 +3,8 @@
 Against cuDNN on dense bfloat16, jax's own paged kernel, our bfloat16 pages and our fp8 pages. The
 whole public call is timed, with its checks and the rotations of queries and outputs.
 
-Two suites: ``paged``, and ``paged_formats`` with keys and values that are stored unlike each other.
+Three suites: ``paged``, ``paged_chunk`` with chunks of prompts, and ``paged_formats`` with keys and
+values that are stored unlike each other.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -60,13 +61,14 @@ def _groups() -> list[Group]:
         groups.append(cases.page_sizes(largest, kv_dtype, MOSAIC, (16, 32, 128)))
     groups.append(cases.append(Shape(model, 64, 4096), 1, _APPEND))
     groups.append(cases.append(Shape(model, 4, 32768), 4096, _APPEND))
-    for queries in (4, 16, 64, 256):
-        problem = Problem(Shape(model, 4, 8192), queries=queries)
-        groups.append(cases.decode(problem, _PROMPT, operation=cases.CHUNK))
-    for queries, tokens in _PROMPTS:
-        problem = Problem(Shape(model, 1, tokens), queries=queries)
-        groups.append(cases.decode(problem, _PROMPT, operation=cases.CHUNK))
     return groups
+
+
+def _chunk_groups() -> list[Group]:
+    model = "llama3-8b"
+    problems = [Problem(Shape(model, 4, 8192), queries=queries) for queries in (4, 16, 64, 256)]
+    problems += [Problem(Shape(model, 1, tokens), queries=queries) for queries, tokens in _PROMPTS]
+    return [cases.decode(problem, _PROMPT, operation=CHUNK) for problem in problems]
 
 
 def _format_groups() -> list[Group]:
@@ -88,8 +90,12 @@ def _quick_groups() -> list[Group]:
         cases.page_sizes(shape, "turbo4", "xla", (16,)),
         cases.append(shape, 1, _APPEND),
         cases.append(shape, 96, ("auto", "turbo4")),
-        cases.decode(Problem(shape, queries=4), kinds[:1], operation=CHUNK),
     ]
+
+
+def _quick_chunk_groups() -> list[Group]:
+    problem = Problem(Shape("tiny", 2, 192), queries=4)
+    return [cases.decode(problem, (("turbo4", "xla"),), operation=CHUNK)]
 
 
 def _quick_format_groups() -> list[Group]:
@@ -263,10 +269,16 @@ SUITE = Suite(
         "paged summary": tables.section(summary_table, note=_SUMMARY),
         "paged decode": _section(DECODE, plot=PLOT),
         "paged page size": _section(PAGES),
-        "paged chunk": _section(CHUNK),
         "paged append": _section(APPEND),
     },
     plots={PLOT[0]: speed_plot},
+    **_COMMON,
+)
+CHUNKS = Suite(
+    name="paged_chunk",
+    groups=_chunk_groups,
+    quick_groups=_quick_chunk_groups,
+    tables={"paged chunk": _section(CHUNK)},
     **_COMMON,
 )
 FORMATS = Suite(
