@@ -22,7 +22,7 @@ TINY = Shape("tiny", 2, 192)
 
 
 def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
-    rows = paged.SUITE.rows()
+    rows = paged.SUITE.rows() + paged.CHUNKS.rows()
     names = [group.name(case) for group, case in rows]
     assert names[0] == "paged-decode/llama3-8b/b16-s32768/cudnn"
     for name in (
@@ -170,7 +170,7 @@ def _made_up(suite):
 
 def _paged_result():
     rows = []
-    for group, case in paged.SUITE.rows():
+    for group, case in paged.SUITE.rows() + paged.CHUNKS.rows():
         row = {**describe(group, case), "status": "ok", "clock": "cupti"}
         us = US.get(case.family, 500.0)
         row |= {"us": us * (2 if case.implementation == "triton" else 1), "bytes": 5e8}

@@ -1,5 +1,8 @@
 """The notebooks in colab/: they run from top to bottom, draw, and are committed as they ran."""
 
+import ast
+import functools
+import importlib
 import os
 import re
 import subprocess
@@ -115,6 +118,37 @@ def test_it_says_what_the_gpu_runs_and_asks_it_for_its_dtype(notebook):
     code = [cell.source for cell in _code(notebook)]
     assert "print(tj.device.kernels())" in code[1]
     assert not [x for x in code if "jnp.bfloat16" in x or 'dtype="bfloat16"' in x]
+
+
+def test_what_it_takes_from_turbojax_is_there(notebook):
+    """Quick, where running a notebook is left to `make test-slow` and `make test-fuzz`."""
+    lines = "\n".join(cell.source for cell in _code(notebook)).splitlines()
+    code = ast.parse("\n".join(line for line in lines if not line.lstrip().startswith(("%", "!"))))
+    names = set()
+    for node in ast.walk(code):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("turbojax"):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("tj."):
+            names.add(ast.unparse(node).replace("tj.", "turbojax.", 1))
+    names = {name for name in names if re.fullmatch(r"[\w.]+", name)}
+    assert names
+    assert [name for name in sorted(names) if not _is_there(name)] == []
+
+
+def _is_there(name):
+    module, *rest = name.split(".")
+    try:
+        functools.reduce(_attribute, rest, importlib.import_module(module))
+    except (AttributeError, ImportError):
+        return False
+    return True
+
+
+def _attribute(found, name):
+    """An attribute, or a module that nobody imported yet."""
+    if not hasattr(found, name) and hasattr(found, "__path__"):
+        importlib.import_module(f"{found.__name__}.{name}")
+    return getattr(found, name)
 
 
 def test_it_is_valid_and_opens_anywhere(notebook):

@@ -3,8 +3,8 @@
 Roofline, for weights of 14336 x 4096 on an H100: 30 MB, 10 us; products 15 us for 256 tokens, 243
 for 4096; conversion 6 us for each tile of tokens. Targets: 17 us for 16 tokens, 38 for 256, 440 for
 4096. Seen: 19.6, 34.0 and 396. Part of the conversion is not hidden: with constant words 16 tokens
-take 16.3. More than 128 tokens take `int4_many`, 4096 and more weights that are expanded first
-(`fp8_matmul`).
+take 16.3. What runs it: scales of 16 bits, and few tiles, which programs share. With e4m3 scales up
+to 64 tokens take `few`, more `int4_many`, 4096 and more weights expanded first (`fp8_matmul`).
 
 Weights are rows, 64 of a warpgroup, and tokens columns: so weights come from registers, where they
 are converted, and never go back to memory. Two warpgroups share the tokens' inputs, and while the

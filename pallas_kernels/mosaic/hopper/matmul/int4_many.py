@@ -1,4 +1,4 @@
-"""INT4 weights times e4m3 activations for Hopper, for more than 128 tokens (FireQ, section 3.1.1).
+"""INT4 weights times e4m3 activations for Hopper, for more than 64 tokens (FireQ, section 3.1.1).
 
 Roofline, for weights of 14336 x 4096 on an H200: products 19 us for 256 tokens (112 tiles, one to a
 multiprocessor), 75 for 1,024, 262 for 4,096; conversion, 176 of a tile's 1,024 clocks, and shared
@@ -16,6 +16,8 @@ What `int4.py` loses, and what is different here:
     done, starts its next ones.
   - Scales and biases of the outputs are copied ahead, like those of the tokens.
   - The next tile's first weights are converted before this tile's outputs are written.
+  - Tiles of 128 tokens may have sums in two levels, as there: each group's products and additions
+    of one warpgroup beside those of the other.
   - With `Settings.is_even` tiles are cut between groups, where whole ones would leave programs
     idle. Sums go from program to program in float32, through memory, added in the groups' order.
 
@@ -60,7 +62,7 @@ class Settings:
     # Whether tiles are cut between groups, so that all programs have equally many of them. The
     # groups of all tiles times the programs must be below 2**31.
     is_even: bool = False
-    # Sum each group separately and add it in float32, see `program.Settings`; of at most 128 tokens.
+    # Add every group in float32, see `program.Settings`; for tiles of at most 128 tokens.
     is_two_level: bool = False
 
     @property
