@@ -39,7 +39,7 @@ class Arrays:
 
     query: Pointer  # ``[B, T, N, H]``
     lengths: Pointer  # tokens held, ``[B]``
-    query_lengths: Pointer  # real queries, ``[B]``
+    query_lengths: Pointer | None  # real queries, ``[B]``; None if all are
     # Outputs and log-sum-exps; with several parts outputs, maxima and sums of each.
     outputs: list[Pointer]
     tokens: int  # `T`

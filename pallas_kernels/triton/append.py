@@ -54,9 +54,9 @@ def append(
     """`mosaic.hopper.append.append` for one side: the arrays with the token, donated memory reused.
 
     `x` is bfloat16, float16 or float32 ``[B, K, H]``; `slots`, int32 ``[B, K]``, are each head's
-    place among the slots of `codes`; `codes` and their scales as for `write_block`, `block_scale`
-    float32 ``[B, K, n]``. `start` is not negative here, and `num_warps` depends on the block's size
-    by default.
+    place among the slots of `codes`, not read of one width; `codes` and their scales as for
+    `write_block`, `block_scale` float32 ``[B, K, n]``. `start` is not negative here, and
+    `num_warps` depends on the block's size by default.
     """
     batch, heads, _ = x.shape
     state = (*codes, channel_scale, channel_zero, block_scale, buffer, buffer_scale)
@@ -124,7 +124,8 @@ def _kernel(
     def flush_full(scale: jax.Array) -> None:
         """Compresses the oldest tokens of a full buffer and moves the rest to its front."""
         _barrier(interpret)  # other threads read what was just stored
-        slot, first_block = slots[sequence, head], start[sequence]
+        slot = head if len(codes) == 1 else slots[sequence, head]
+        first_block = start[sequence]
 
         def compress(i: jax.Array, _: None) -> None:
             first = i * layout.tokens + first_tokens

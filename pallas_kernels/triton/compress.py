@@ -174,7 +174,8 @@ def _kernel(
                 _store_run(codes_out, layout, i, values, *at, permuted=permuted)
 
         def store() -> None:
-            place, slot = block % room, slots[sequence, head]
+            place = block % room
+            slot = head if widths == 1 else slots[sequence, head]
             block_scale[sequence, head, place] = scale
             arrays, at = (codes, channel_scale, channel_zero), (sequence, head, slot, place)
             write_block(layout, runs, *arrays, *at, nothing=nothing, interpret=interpret)

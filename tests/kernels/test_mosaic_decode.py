@@ -5,6 +5,7 @@ matrix unit are checked on a GPU, in `test_gpu_mosaic_decode.py`.
 """
 
 import functools
+import re
 import types
 
 import jax
@@ -63,6 +64,18 @@ def test_it_lowers(queries, bits, head_dim, softmax, dtype):
     cache = abstract_cache(config, head_dim=head_dim)
     query = abstract_query(cache, group=queries[0], tokens=queries[1], dtype=dtype)
     assert "mosaic_gpu" in lower(query, cache)
+
+
+@pytest.mark.parametrize("config", [tj.TurboConfig(), "kv4"], ids=["4 bits", "kv4"])
+def test_a_call_is_its_kernels_alone(hopper, config):
+    """No array is made of what all know: each took a kernel, a tenth of a short call."""
+    if config == "kv4":
+        cache = jax.eval_shape(lambda: tj.fireq.init_cache(2, 1024, 2, 128))
+    else:
+        cache = abstract_cache(config)
+    text = lower_for_cuda(tj.decode, abstract_query(cache), cache)
+    assert "mosaic_gpu" in text
+    assert not re.search(r"stablehlo\.(iota|broadcast_in_dim|add|select)\b", text)
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ def test_rows_come_to_their_places(monkeypatch, head_dim, block, room, limit, le
     a = inputs.Arrays(
         query=None, lengths=None, query_lengths=None, outputs=[], tokens=1, heads=6, kv_heads=3,
         head_dim=head_dim, dtype="bfloat16", pages=stored, tables=None, page_size=1,
-        max_pages=limit, num_pages=2 * room, room=room, is_padded=False,
+        max_pages=limit, num_pages=2 * room, room=room,
     )  # fmt: skip
     at = types.SimpleNamespace(
         batch=warp.integer(1), head=warp.integer(2), length=warp.integer(length),

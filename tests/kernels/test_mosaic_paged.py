@@ -697,7 +697,6 @@ def test_a_call_of_one_part_is_finished_as_the_merge_does(monkeypatch, dtype, ro
     a = inputs.Arrays(
         *(None, *pointers(lengths), None, pointers(*final), 1, rows, 1, head_dim, dtype),
         *(inputs.Pages(*[None] * 6, *pointers(signs)), *pointers(tables), 16, 8, batch * 8, 8),
-        is_padded=False,
     )
     merged = dataclasses.replace(a, outputs=pointers(*again))
     left = dataclasses.replace(a, outputs=pointers(*partials))

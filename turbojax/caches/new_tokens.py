@@ -52,7 +52,9 @@ class Codes(Kind[C]):
         """See `Kind.decode`; the log-sum-exp is always there."""
         require_causal(options)
         checks.check_query(cache, query)
-        real = _checks.check_lengths("query_seq_lengths", query_lengths, *query.shape[:2])
+        real = query_lengths
+        if real is not None:  # making it an array would take a kernel
+            real = _checks.check_lengths("query_seq_lengths", real, *query.shape[:2])
         rolling_buffer.check_visible(cache, options.window, query.shape[1])
         check_whole(cache, modifiers)
         how: Any = {"options": options, "registry": self.reads, "shortens": self.shortens}
@@ -64,7 +66,7 @@ class Codes(Kind[C]):
 def _decode(
     query: jax.Array,
     cache: Any,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     modifiers: ScoreModifiers,
     *,
     registry: Registry,
@@ -72,7 +74,7 @@ def _decode(
     shortens: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """`Codes.decode` by the implementation for these arrays."""
-    real = jnp.clip(query_lengths, 0, query.shape[1])
+    real = None if query_lengths is None else jnp.clip(query_lengths, 0, query.shape[1])
     if shortens:
         lengths, modifiers = as_newest(query, cache.lengths, real, modifiers, options)
         cache = shortened(cache, lengths)
@@ -148,7 +150,7 @@ def check_whole(cache: Any, modifiers: ScoreModifiers) -> None:
 def as_newest(
     query: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     modifiers: ScoreModifiers,
     options: Options,
 ) -> tuple[jax.Array, ScoreModifiers]:
@@ -160,7 +162,8 @@ def as_newest(
     """
     if modifiers.query_offset is None or query.shape[1] != 1 or options.window is not None:
         return lengths, modifiers
-    seen = modifiers.begin(lengths, query_lengths) + 1
+    real = _checks.check_lengths("query_seq_lengths", query_lengths, *query.shape[:2])
+    seen = modifiers.begin(lengths, real) + 1
     left = dataclasses.replace(modifiers, query_offset=None, key_offset=None)
     return jnp.minimum(lengths, jnp.maximum(seen, 0)), left
 

@@ -105,7 +105,9 @@ def append(
                     _token(program, given[i])
                 with lane.when(rows.equals(buffered - 1)):
                     lane.block_barrier()  # all warps read what one has stored
-                    slot = given[len(tokens) + i].at(index << 2).word()
+                    slot = head
+                    if len(side.codes) > 1:
+                        slot = given[len(tokens) + i].at(index << 2).word()
                     first = start.at(own).word()
                     _flush(program, a, Target(batch_index, head, heads, slot, first))
 

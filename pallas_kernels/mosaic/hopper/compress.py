@@ -31,7 +31,8 @@ class Prompt(NamedTuple):
     """One side of a prompt, and where its blocks go."""
 
     x: jax.Array  # bfloat16, float16 or float32 ``[B, S, K, H]``
-    slots: jax.Array  # int32 ``[B, K]``, each head's place among the slots of `codes`
+    # int32 ``[B, K]``, each head's place among the slots of `codes`; not read of one width.
+    slots: jax.Array
     # Uint8, one array for each width, see `pallas_kernels.mosaic.stage2.Arrays`.
     codes: tuple[jax.Array, ...]
     channel_scale: jax.Array  # int8 ``[B, K, n, H]``
@@ -149,7 +150,7 @@ class _Side:
         arrays = Arrays(
             state[:widths], scale_of, zero_of, block_scale, blocks=self.stored, layout=self.layout
         )
-        slot = slots.at((batch * heads + head) << 2).word()
+        slot = head if widths == 1 else slots.at((batch * heads + head) << 2).word()
         at = Target(batch, head, heads, slot, p.number % self.stored)
         with lane.when(is_stored):
             with lane.when(is_first):

@@ -82,7 +82,7 @@ def _compress(
     from pallas_kernels.mosaic.hopper.compress import Prompt, compress
 
     given = [
-        Prompt(x, s.places, s.codes, s.channel_scale, s.channel_zero, s.block_scale)
+        Prompt(x, s.places_for_kernels, s.codes, s.channel_scale, s.channel_zero, s.block_scale)
         for s, x, *_ in prompts
     ]
     return compress(
@@ -135,8 +135,10 @@ def _append_sides(
     from pallas_kernels.layouts import Side
     from pallas_kernels.mosaic.hopper.append import append
 
+    fields = [{x: getattr(s, x) for x in Side._fields} for s in sides]
     given = [
-        Side(**{**{x: getattr(s, x) for x in Side._fields}, "head_slots": s.places}) for s in sides
+        Side(**(x | {"head_slots": side.places_for_kernels}))
+        for x, side in zip(fields, sides, strict=True)
     ]
     layouts = [_layout(s, config) for s in sides]
     written = append(

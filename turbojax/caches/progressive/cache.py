@@ -80,6 +80,14 @@ class CacheSide(Split):
         low = first - wide + group * (size - wide)
         return self.head_slots + jnp.where(self.head_slots < wide, group * wide, low)
 
+    @property
+    def places_for_kernels(self) -> jax.Array:
+        """`places`, or, for heads of one width, an array that kernels do not read.
+
+        Computing places that all know would take a kernel of its own in every call.
+        """
+        return self.head_slots if len(self.codes) == 1 else self.places
+
     AXES: ClassVar[dict[str, str]] = {
         "codes": "BKLRC",
         "channel_scale": "BKLH",

@@ -112,7 +112,7 @@ class Launch(NamedTuple):
 def decode(
     query: jax.Array,
     cache: ProgressiveCache,
-    query_length: jax.Array,
+    query_length: jax.Array | None,
     modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     options: Options,
@@ -245,4 +245,4 @@ def _side(side: CacheSide) -> "Side":
     from pallas_kernels.mosaic.hopper.decode import kernel
 
     fields = {name: getattr(side, name) for name in kernel.Side._fields}
-    return kernel.Side(**{**fields, "head_slots": side.places})
+    return kernel.Side(**{**fields, "head_slots": side.places_for_kernels})

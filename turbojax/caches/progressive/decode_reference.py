@@ -12,6 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from turbojax import _checks
 from turbojax.attention.options import Options
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches.progressive.blocks import read_blocks
@@ -30,15 +31,17 @@ _CHUNK_TOKENS = 1024
 def decode(
     query: jax.Array,
     cache: ProgressiveCache,
-    query_length: jax.Array,
+    query_length: jax.Array | None,
     modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`turbojax.decode` in plain JAX; also gives the log-sum-exp.
 
-    `query_length` (int32 ``[B]``) counts the real queries; padding gives 0 and ``-inf``.
+    `query_length` (int32 ``[B]``) counts the real queries, None for all; padding gives 0 and
+    ``-inf``.
     """
+    query_length = _checks.check_lengths("query_seq_lengths", query_length, *query.shape[:2])
     batch, length, heads, channels = query.shape
     kv_heads, block = cache.num_kv_heads, cache.config.block_kv
     grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, channels)

@@ -5,6 +5,7 @@ import math
 
 import jax
 
+from turbojax import _checks
 from turbojax._device import AMPERE, interpreting
 from turbojax.attention.options import Options
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
@@ -43,7 +44,7 @@ def unsupported(
 def decode(
     query: jax.Array,
     cache: ProgressiveCache,
-    query_length: jax.Array,
+    query_length: jax.Array | None,
     modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     options: Options,
@@ -52,6 +53,7 @@ def decode(
     del modifiers  # see `unsupported`
     from pallas_kernels.triton import decode as kernel
 
+    query_length = _checks.check_lengths("query_seq_lengths", query_length, *query.shape[:2])
     config = cache.config
     exp, unit = exponential(config)
     pairs = cache.batch_size * cache.num_kv_heads
@@ -98,4 +100,4 @@ def _splits(pairs: int, blocks: int) -> int:
 
 def _side(make, side: CacheSide):  # type: ignore[no-untyped-def]
     fields = {name: getattr(side, name) for name in make._fields}
-    return make(**{**fields, "head_slots": side.places})
+    return make(**{**fields, "head_slots": side.places_for_kernels})

@@ -76,7 +76,7 @@ def decode_unsupported(
 def decode(
     query: jax.Array,
     cache: TokenScaledCache,
-    query_length: jax.Array,
+    query_length: jax.Array | None,
     modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     options: Options,

@@ -5,6 +5,7 @@ import math
 
 import jax
 
+from turbojax import _checks
 from turbojax._device import ADA, interpreting, needs_gpu, unindexable
 from turbojax.attention.options import Options
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
@@ -42,7 +43,7 @@ def decode_unsupported(
 def decode(
     query: jax.Array,
     cache: TokenScaledCache,
-    query_length: jax.Array,
+    query_length: jax.Array | None,
     modifiers: ScoreModifiers = NO_MODIFIERS,
     *,
     options: Options,
@@ -51,6 +52,7 @@ def decode(
     del modifiers  # see `decode_unsupported`
     from pallas_kernels.triton import kv4_decode as kernel
 
+    query_length = _checks.check_lengths("query_seq_lengths", query_length, *query.shape[:2])
     tile, num_warps, num_stages = _LAUNCH[cache.head_dim > 128]
     assert ALLOCATION % tile == 0
     settings = kernel.Settings(

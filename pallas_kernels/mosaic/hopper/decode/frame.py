@@ -144,7 +144,7 @@ class Arrays(warp.Arrays):
             value=SidePointers.of(value_refs, value),
             lengths=Pointer.to(lengths),
             buffered=Pointer.to(buffered),
-            query_lengths=Pointer.to(query_lengths),
+            query_lengths=None if query_lengths is None else Pointer.to(query_lengths),
             outputs=[Pointer.to(x) for x in outputs],
             tokens=tokens,
             heads=heads,
@@ -173,9 +173,10 @@ class Program(warp.Program):
         member = of_cluster[0] if of_cluster else lane.integer(0)
         split = part * s.cluster + member
         batch, head = pair // a.kv_heads, pair % a.kv_heads
-        length, buffered, query_length = (
-            x.at(batch << 2).word() for x in (a.lengths, a.buffered, a.query_lengths)
-        )
+        length, buffered = (x.at(batch << 2).word() for x in (a.lengths, a.buffered))
+        query_length = lane.integer(a.tokens)
+        if a.query_lengths is not None:
+            query_length = a.query_lengths.at(batch << 2).word()
         begin, compressed = length - query_length, length - buffered
         blocks = compressed // s.block
         first = lane.integer(0)
@@ -348,13 +349,13 @@ def call(
     query: jax.Array,
     key: Side,
     value: Side,
-    lengths: tuple[jax.Array, jax.Array, jax.Array],
+    lengths: tuple[jax.Array, jax.Array, jax.Array | None],
     s: Settings,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs a decode kernel and merges its parts, if several; results as `decode.kernel.decode`.
 
     `query` is ``[B, T, N, H]``; `lengths` are int32 ``[B]`` each: tokens seen, tokens in the
-    buffer, and real queries.
+    buffer, and real queries, None if all are.
     """
     batch, tokens, of_queries, head_dim = query.shape
     kv_heads = key.buffer.shape[1]

@@ -303,14 +303,14 @@ def decode(
     value: Side,
     lengths: jax.Array,
     buffer_lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the last `T` cached tokens' queries to a cache; mode ``"int8"``.
 
     `query` is ``[B, T, N, H]``, `H` a multiple of 32 up to 256, of 64 if keys have 2- or 3-bit
     codes. int32 ``[B]`` each: `lengths`, tokens seen so far; `buffer_lengths`, how many of them are
-    in the buffer; `query_lengths`, how many of the `T` queries are real.
+    in the buffer; `query_lengths`, how many of the `T` queries are real, None if all are.
 
     With a window the cache may be a rolling buffer: block `i` is in place ``i % n``, and every
     block that a query sees is there. Returns ``[B, T, N, H]`` in the query's dtype or

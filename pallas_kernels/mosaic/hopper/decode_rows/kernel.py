@@ -467,7 +467,7 @@ def decode(
     value: Side,
     lengths: jax.Array,
     buffer_lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     settings: RowSettings,
 ) -> tuple[jax.Array, jax.Array]:
     """As `decode.kernel.decode`."""

@@ -187,7 +187,6 @@ class Arrays(warp.Arrays):
     max_pages: int  # of a sequence
     num_pages: int
     room: int  # pages of the pool for each sequence
-    is_padded: bool  # whether `query_lengths` are given; otherwise all queries are real
     new_lengths: Pointer | None = None  # of sequences that get a new token, ``[B]``
     max_length: int | None = None  # see `Settings.max_length`
 
@@ -205,7 +204,7 @@ class Arrays(warp.Arrays):
     def held(self, batch: Int) -> tuple[Int, Int]:
         """A sequence's tokens (0 if its length is more than it can have), and its queries."""
         length, count = self.said(batch), lane.integer(self.tokens)
-        if self.is_padded:
+        if self.query_lengths is not None:
             count = self.query_lengths.at(batch << 2).word().maximum(0).minimum(self.tokens)
         fits = (length >= 0) & (length <= self.max_pages * self.page_size)
         return fits.where(length, 0), count
@@ -231,7 +230,7 @@ class Arrays(warp.Arrays):
             pages=Pages(**{name: found.get(name) for name in Pages._fields}),
             tables=None if refs[2] is None else Pointer.to(refs[2]),
             lengths=Pointer.to(refs[3]),
-            query_lengths=Pointer.to(refs[3] if refs[4] is None else refs[4]),
+            query_lengths=None if refs[4] is None else Pointer.to(refs[4]),
             outputs=[Pointer.to(x) for x in refs[6:]],
             tokens=tokens,
             heads=heads,
@@ -241,7 +240,6 @@ class Arrays(warp.Arrays):
             max_pages=table_width(tables, s),
             num_pages=pages.key.shape[0],
             room=pages.key.shape[0] // query.shape[0],
-            is_padded=refs[4] is not None,
             new_lengths=None if refs[5] is None else Pointer.to(refs[5]),
             max_length=s.max_length,
             dtype=query.dtype.name,
