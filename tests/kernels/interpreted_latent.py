@@ -44,6 +44,7 @@ def joined(found, found_lse, lengths, query_lengths, shape, dtype, s):
     parts, rows = found_lse.shape[0], found_lse.shape[-1]
     _, tokens, heads, _ = shape
     t = jnp.arange(rows) // heads
+    query_lengths = jnp.full_like(lengths, tokens) if query_lengths is None else query_lengths
     begin = (lengths - query_lengths)[:, None]
     position, window = begin + t, 2**30 if s.window is None else s.window
     at = jnp.maximum(begin - window, 0) // 64

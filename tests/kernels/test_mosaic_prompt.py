@@ -480,8 +480,9 @@ def test_parts_of_several_queries_are_at_fixed_places(batch, tokens, heads, part
 def works(lengths, real, *, heads=16, tokens=1, window=None, parts=3, shortest=64, longest=256):
     """Settings, and what all programs of such a call would do."""
     s = latent_kernel.settings(0.1, 1, 1, 16, window=window)
-    s = dataclasses.replace(s, parts=parts, shortest=shortest, longest=longest)
-    lengths, real = (jnp.asarray(x, jnp.int32) for x in (lengths, real))
+    s = dataclasses.replace(s, parts=parts, shortest=shortest, longest=longest, tokens=tokens)
+    lengths = jnp.asarray(lengths, jnp.int32)
+    real = None if real is None else jnp.asarray(real, jnp.int32)
     rows = -(-tokens * heads // 8) * 8
     q = jax.ShapeDtypeStruct((len(lengths), rows, 512), jnp.bfloat16)
     x = latent_tiles.Inputs(q, None, None, None, None, lengths, real)
@@ -518,10 +519,12 @@ def test_parts_of_a_sequence_are_all_that_its_queries_see(tokens, heads, shortes
 
 @pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("parts", [3, 11])
-@pytest.mark.parametrize("window", [None, 100])
-def test_parts_of_latents_are_joined_and_those_not_seen_are_not_read(lanes, window, parts):
+@pytest.mark.parametrize(
+    ("window", "real"), [(None, (5, 1, 5, 4)), (100, (5, 1, 5, 4)), (100, None)]
+)
+def test_parts_of_latents_are_joined_and_those_not_seen_are_not_read(lanes, window, real, parts):
     """Of few parts by one warp, of more by eight; those not written hold NaN."""
-    tokens, heads, lengths, real = 5, 16, (700, 0, -1, 2), (5, 1, 5, 4)
+    tokens, heads, lengths = 5, 16, (700, 0, -1, 2)
     given = {"tokens": tokens, "heads": heads, "window": window, "parts": parts}
     s, found = works(lengths, real, longest=1024, **given)
     most = latent_tiles.most_parts(1024, tokens, s)
@@ -533,13 +536,15 @@ def test_parts_of_latents_are_joined_and_those_not_seen_are_not_read(lanes, wind
             at = int(work.part), int(work.b), slice(int(work.first), int(work.first) + 64)
             o[at], lse[at] = rng.normal(size=o[at].shape), rng.normal(size=lse[at].shape) * 3
     out, out_lse = np.zeros(shape, np.float16), np.zeros(shape[:3], np.float32)
-    arrays = [np.asarray(x, np.int32) for x in (lengths, real)] + [o, lse, out, out_lse]
+    given = [np.asarray(x, np.int32) for x in (lengths, real) if x is not None]
+    arrays = [*given, o, lse, out, out_lse]
     shared = latent_join.SHARED if most > 4 else 1
     arrays += [np.zeros(8 * (16 * 32 + 4), np.uint8)] * (shared > 1)
     body = functools.partial(
         latent_join._body,
         [Memory(x.reshape(-1).view(np.uint8)) for x in arrays],
-        shape=shape, rows=tokens * heads, parts=most, dtype="float16", s=s,
+        shape=shape, rows=tokens * heads, parts=most, is_padded=real is not None, dtype="float16",
+        s=s,
     )  # fmt: skip
     for b, row in itertools.product(range(len(lengths)), (0, 63, 64, 79)):
         ids = [warp.integer(b * tokens * heads + row)]

@@ -83,10 +83,9 @@ def make(name, lengths, *, heads=16, tokens=1, page_size=64, query_lengths=None,
         scale[is_hidden] = np.nan
     q = rng.standard_normal((batch, tokens, heads, LATENT)).astype(dtype)
     q_rope = rng.standard_normal((batch, tokens, heads, ROPE)).astype(dtype)
-    real = np.full(batch, tokens, np.int32) if query_lengths is None else query_lengths
-    arrays = (q, q_rope, data, scale, rope, tables, lengths, real)
+    arrays = (q, q_rope, data, scale, rope, tables, lengths, query_lengths)
     arrays = [None if x is None else jnp.asarray(x) for x in arrays]
-    arrays[5:] = [x.astype(jnp.int32) for x in arrays[5:]]
+    arrays[5:] = [None if x is None else x.astype(jnp.int32) for x in arrays[5:]]
     return Case(tuple(arrays), *known)
 
 
@@ -95,6 +94,7 @@ def oracle(case, *, window=None, scale=SCALE):
     q, q_rope, *_, lengths, real = (np.asarray(x) if x is not None else None for x in case.arrays)
     q, q_rope = q.astype(np.float64), q_rope.astype(np.float64)
     batch, tokens, heads, _ = q.shape
+    real = np.full(batch, tokens) if real is None else real
     out, lse = np.zeros(q.shape), np.full((batch, tokens, heads), -np.inf)
     for b in range(batch):
         if lengths[b] < 0:

@@ -270,7 +270,8 @@ def attend_pages(
     batch, tokens = query_latent.shape[:2]
     block_tables = page_checks.check_block_tables(block_tables, batch)
     lengths = page_checks.check_lengths("lengths", lengths, batch)
-    query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
+    if query_lengths is not None:  # making it an array would take a kernel
+        query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
     if _checks.is_concrete(block_tables, lengths):
         first = _first_seen(lengths, query_lengths, tokens, options, modifiers)
         page_checks.check_readable(cache, block_tables, lengths, first)
@@ -286,7 +287,7 @@ def _attend_pages(
     cache: LatentPages,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     modifiers: ScoreModifiers,
     *,
     options: Options,
@@ -338,7 +339,7 @@ def _options(
 
 def _first_seen(
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     tokens: int,
     options: Options,
     modifiers: ScoreModifiers,
@@ -371,7 +372,7 @@ def _run(
     cache: LatentPages,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     modifiers: ScoreModifiers,
     *,
     attend: Callable[..., tuple[jax.Array, jax.Array]],
@@ -380,18 +381,18 @@ def _run(
     """Runs an implementation; a sequence that cannot be read has the length -1."""
     tokens, dtype = query_latent.shape[1], options.dtype_of_output(query_latent)
     first = _first_seen(lengths, query_lengths, tokens, options, modifiers)
-    ok = page_checks.readable(cache, block_tables, lengths, first)
     out, residual = attend(
         query_latent,
         query_rope,
         cache,
         jnp.clip(block_tables, 0, cache.num_pages - 1),
-        jnp.where(ok, lengths, -1),
-        jnp.clip(query_lengths, 0, tokens),
+        page_checks.lengths_of_readable(cache, block_tables, lengths, first),
+        None if query_lengths is None else jnp.clip(query_lengths, 0, tokens),
         options=options,
         modifiers=modifiers,
     )
     if modifiers.sinks is not None:
-        real = jnp.arange(tokens)[None] < query_lengths[:, None]
+        count = _checks.check_lengths("query_seq_lengths", query_lengths, *query_latent.shape[:2])
+        real = jnp.arange(tokens)[None] < count[:, None]
         out, residual = with_sinks(out, residual, modifiers.sinks, real)
     return out.astype(dtype), residual

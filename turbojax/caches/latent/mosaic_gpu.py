@@ -61,7 +61,7 @@ def attend(
     cache: LatentPages,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     *,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,

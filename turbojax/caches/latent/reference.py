@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from turbojax import polar
+from turbojax import _checks, polar
 from turbojax.attention.options import Options
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.caches.latent.formats import Tokens
@@ -31,7 +31,7 @@ def attend(
     cache: LatentPages,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     *,
     options: Options,
     modifiers: ScoreModifiers = NO_MODIFIERS,
@@ -45,6 +45,7 @@ def attend(
     if is_rotated:
         query_latent = polar.rotate(query_latent, cache.rotation)
     rows, tokens = query_latent.shape[:3], query_latent.shape[1]
+    query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, *rows[:2])
     tables = in_tiles(block_tables, cache.page_size, _TILE)
     offset = jnp.arange(tokens, dtype=jnp.int32)[None]
     begin = modifiers.begin(lengths, query_lengths)

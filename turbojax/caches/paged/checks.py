@@ -48,6 +48,14 @@ def first_seen(
     return jnp.maximum(lengths - real - window[0], 0)
 
 
+def lengths_of_readable(
+    pool: Pool, block_tables: jax.Array, lengths: jax.Array, first: jax.Array | None = None
+) -> jax.Array:
+    """Int32 ``[B]``: the lengths of `readable` sequences, -1 of others; one kernel in XLA."""
+    entries = _readable_entries(pool, block_tables, lengths, first)
+    return jnp.min(jnp.where(entries, lengths[:, None], -1), axis=1)
+
+
 def readable(
     pool: Pool, block_tables: jax.Array, lengths: jax.Array, first: jax.Array | None = None
 ) -> jax.Array:
@@ -55,6 +63,13 @@ def readable(
 
     Needed are those that hold tokens from `first`, int32 ``[B]``, on; by default all tokens held.
     """
+    return jnp.all(_readable_entries(pool, block_tables, lengths, first), axis=1)
+
+
+def _readable_entries(
+    pool: Pool, block_tables: jax.Array, lengths: jax.Array, first: jax.Array | None
+) -> jax.Array:
+    """Bool ``[B, max_pages]``: all True for a sequence that is `readable`."""
     entries, size = block_tables.shape[1], pool.page_size
     fits = (lengths >= 0) & (lengths <= entries * size)
     start = jnp.arange(entries, dtype=jnp.int32)[None] * size
@@ -62,7 +77,7 @@ def readable(
     if first is not None:
         unneeded = unneeded | (start // size < first[:, None] // size)
     has_page = (block_tables >= 0) & (block_tables < pool.num_pages)
-    return fits & jnp.all(has_page | unneeded, axis=1)
+    return fits[:, None] & (has_page | unneeded)
 
 
 def check_readable(

@@ -53,16 +53,19 @@ def _body(
     shape: tuple[int, ...],
     rows: int,
     parts: int,
+    is_padded: bool,
     dtype: str,
     s: Settings,
 ) -> None:
-    lengths, query_lengths, found, found_lse, out, out_lse, *memory = arrays
     batch, tokens, heads, _ = shape
+    lengths, *query_lengths = arrays[: 2 if is_padded else 1]
+    found, found_lse, out, out_lse, *memory = arrays[1 + len(query_lengths) :]
     thread = lane.special("tid.x")
     warp, own = lane.uniform(thread >> 5), thread & (_LANES - 1)
     piece, share, shared = (ids[1], warp, SHARED) if memory else (warp, lane.integer(0), 1)
     b, row = ids[0] // (tokens * heads), ids[0] % (tokens * heads)
-    held, real = (x.at(b * 4).word() for x in (lengths, query_lengths))
+    held, *some = (x.at(b * 4).word() for x in (lengths, *query_lengths))
+    real = some[0] if some else lane.integer(tokens)
     start, end = _parts_of_row(row, held, real, heads, s)
     channel = (piece * _LANES + own) * _CHANNELS
 
@@ -131,7 +134,7 @@ def join(
     found: jax.Array,
     found_lse: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     shape: tuple[int, ...],
     dtype: Any,
     settings: Settings,
@@ -143,8 +146,15 @@ def join(
     (bfloat16 or float16) are the result's.
     """
     parts, _, rows = found_lse.shape
+    of_padded = [] if query_lengths is None else [query_lengths]
     body = functools.partial(
-        _body, shape=shape, rows=rows, parts=parts, dtype=jnp.dtype(dtype).name, s=settings
+        _body,
+        shape=shape,
+        rows=rows,
+        parts=parts,
+        is_padded=bool(of_padded),
+        dtype=jnp.dtype(dtype).name,
+        s=settings,
     )
     grid, memory, warpgroups = {"rows": shape[0] * shape[1] * shape[2]}, 0, 1
     if parts > _FEW:
@@ -153,7 +163,7 @@ def join(
     out, lse = lanes.launch(
         body,
         "turbojax_latent_join_hopper",
-        [lengths, query_lengths, found, found_lse],
+        [lengths, *of_padded, found, found_lse],
         [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:3], jnp.float32)],
         grid=grid,
         warpgroups=warpgroups,

@@ -683,7 +683,7 @@ def attend(
     rope: jax.Array,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_length: jax.Array,
+    query_length: jax.Array | None,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the newest tokens' queries to pages of latents.
@@ -696,8 +696,8 @@ def attend(
 
     int32: `block_tables` ``[B, max_pages]``, all within the pool; `lengths` ``[B]``, tokens held,
     negative for a sequence that cannot be read, whose results are NaN; `query_length` ``[B]``, the
-    real queries. Returns ``[B, T, N, 512]`` in the queries' dtype and the float32 log-sum-exp
-    ``[B, T, N]``.
+    real queries, None if all are. Returns ``[B, T, N, 512]`` in the queries' dtype and the float32
+    log-sum-exp ``[B, T, N]``.
     """
     batch, tokens, heads, _ = query_latent.shape
     count = tokens * heads
@@ -715,7 +715,7 @@ def attend(
             for last in ((LATENT,), ())
         ]
     total = batch * places
-    given = {"scale": scale}
+    given = {"query_lengths": query_length, "scale": scale}
     if total * parts > settings.programs and parts > 1:
         # Programs would go through parts that no sequence has.
         given["parts"] = tiles.count_parts(lengths, query_length, settings)
@@ -733,7 +733,7 @@ def attend(
         # Rows are reduced by shuffles: there is no room for more.
         reduction_scratch_bytes=0,
     )
-    arrays = (q, q_rope, latent, rope, block_tables, lengths, query_length, *given.values())
+    arrays = (q, q_rope, latent, rope, block_tables, lengths, *given.values())
     out, lse = run(*arrays)
     if parts > 1:
         return join.join(out, lse, lengths, query_length, query_latent.shape, q.dtype, settings)

@@ -33,6 +33,7 @@ class Settings:
     parts: int = 1  # that a sequence is cut into, but for the next two
     shortest: int = 64  # tokens of a part at least, if the sequence has them
     longest: int = _LONGEST  # and at most; multiples of a tile's
+    tokens: int = 1  # queries of a sequence
     codec: Codec | None = None  # how the latent is stored if not in the query's 16 bits
     # Prefetch to the L2 cache the tile that is so many after the one being copied; 0 for none.
     l2_prefetch: int = 2
@@ -72,6 +73,7 @@ def settings(
         parts,
         shortest,
         longest,
+        tokens,
         codec,
         l2_prefetch=l2_prefetch,
         registers=(232, 40) if codec is None else (208, 88),
@@ -99,10 +101,11 @@ def most_parts(width: int, tokens: int, s: Settings) -> int:
     return max(1, min(-(-width // s.shortest), max(s.parts, -(-width // s.longest))))
 
 
-def count_parts(lengths: jax.Array, query_lengths: jax.Array, s: Settings) -> jax.Array:
+def count_parts(lengths: jax.Array, query_lengths: jax.Array | None, s: Settings) -> jax.Array:
     """The most parts that a sequence of these has, int32 ``[1]``."""
     lengths = jnp.maximum(lengths, 0)
-    start, size = jax.vmap(functools.partial(cut, s=s))(lengths, lengths - query_lengths)
+    begin = lengths - (s.tokens if query_lengths is None else query_lengths)
+    start, size = jax.vmap(functools.partial(cut, s=s))(lengths, begin)
     tiles = (lengths + (TILE - 1)) // TILE - start
     return jnp.max((tiles + (size - 1)) // size, keepdims=True)
 
@@ -129,7 +132,7 @@ class Inputs(NamedTuple):
     rope: Ref
     tables: Ref
     lengths: Ref
-    query_lengths: Ref
+    query_lengths: Ref | None = None
     scale: Ref | None = None
     parts: Ref | None = None
 
@@ -162,7 +165,7 @@ class Work:
         self.base = (self.part * batch + self.b) * rows
         length = x.lengths[self.b]
         self.is_broken, self.length = length < 0, jnp.maximum(length, 0)
-        self.real = x.query_lengths[self.b]
+        self.real = jnp.int32(s.tokens) if x.query_lengths is None else x.query_lengths[self.b]
         self.begin = self.length - self.real
         first = lax.div(self.first, jnp.int32(heads))
         last = jnp.minimum(lax.div(self.first + (ROWS - 1), jnp.int32(heads)), self.real - 1)
