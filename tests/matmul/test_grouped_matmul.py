@@ -12,6 +12,7 @@ import turbojax as tj
 from tests.contracts.implementations import interpreted
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.matmul.experts_helpers import assert_equals_experts, operands, random_experts
+from turbojax.matmul.grouped import triton
 from turbojax.matmul.grouped.api import GROUPED_MATMUL
 from turbojax.matmul.grouped.tiles import cut, most_tiles
 from turbojax.quantizers import Fp8Tokens
@@ -226,6 +227,15 @@ def test_the_triton_kernel_lowers(gated, monkeypatch):
     )
     text = lower_for_cuda(lambda *x: call(*x[:3], bias=x[3]), tokens, weight, sizes, bias)
     assert "turbojax_grouped_matmul" in text
+
+
+@pytest.mark.parametrize(("gated", "most"), [(True, 64), (False, 128)])
+def test_tiles_of_triton_fit_registers(gated, most, monkeypatch):
+    """Two sums of 128 tokens do not: 512 tokens took 34 times as long as 256."""
+    monkeypatch.setattr("turbojax.matmul.grouped.triton.gpu_compute_capability", lambda: 9.0)
+    _, weight, *_ = operands(70, [40, 0, 13], 40, 200, gated=gated)
+    for rows, tokens in ((3 * 16, 16), (3 * 64, 64), (3 * 128, most), (3 * 5000, most)):
+        assert triton._launch(rows, weight, None).tokens == tokens
 
 
 def logits(tokens=9, experts=13, seed=0):
