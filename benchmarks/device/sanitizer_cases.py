@@ -322,7 +322,9 @@ CASES = {
     "stage 1": _case("maxima quantize gradient_rows", _stage1),
     "attention, float": _case("attention", _attention, "triton", "float"),
     "cache, written": _case("compress append", _write, "triton"),
-    "cache, written, Hopper": _case("compress_hopper append_hopper", _write, "mosaic_gpu"),
+    "cache, written, Hopper": _case(
+        "compress_hopper count_hopper append_hopper", _write, "mosaic_gpu"
+    ),
     "cache, decode": _case("decode decode_merge", _decode, "triton"),
     "kv4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_cache, "triton"),
     "k8v4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_k8v4_cache, "triton"),

@@ -127,11 +127,12 @@ def update(
     grid: dict[str, int],
     warpgroups: int,
     shared: int = 0,
+    out: Sequence[jax.ShapeDtypeStruct] = (),
 ) -> list[jax.Array]:
     """Runs a kernel that reads and writes `arrays`; other arguments as `launch`.
 
     Under `vmap` its calls follow one another. Returns the arrays after it, in their own memory if
-    nobody needs them as they were.
+    nobody needs them as they were, and new ones of the types `out`.
     """
     count = len(inputs)
 
@@ -139,6 +140,7 @@ def update(
     def run(*operands: jax.Array) -> list[jax.Array]:
         kernel = pl.kernel(
             _kernel(body, tuple(grid), shared),
+            out_type=list(out),
             mesh=plgpu.Mesh(**_mesh(name, grid, warpgroups)),
             compiler_params=_PARAMETERS,
             name=name,
@@ -146,10 +148,15 @@ def update(
 
         read = [apart(x) for x in operands[:count]]
 
-        def write(refs: list[Any]) -> None:
-            kernel(*read, *refs)
+        def write(state: tuple[list[Any], list[Any]]) -> None:
+            refs, fresh = state
+            for ref, x in zip(fresh, kernel(*read, *refs), strict=True):
+                ref[...] = x
 
-        return pl.run_state(write)(list(operands[count:]))
+        # What is there first is never used, so no kernel makes it.
+        nothing = [jnp.zeros(x.shape, x.dtype) for x in out]
+        written, fresh = pl.run_state(write)((list(operands[count:]), nothing))
+        return [*written, *fresh]
 
     axes = varying.axes_of((inputs, arrays))
     return varying.cast(run(*varying.cast([*inputs, *arrays], axes)), axes)

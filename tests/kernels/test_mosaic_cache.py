@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -263,6 +264,82 @@ def test_a_buffer_that_gives_up_all_of_its_blocks(append):
         got = append(cache, key, value, int32(1, 1, 1))
     assert_same_bits(got, append_xla(cache, key, value))
     assert got.num_blocks.tolist() == [room + 1, 2, 0]
+
+
+CONFIGS = (
+    tj.TurboConfig(),
+    tj.TurboConfig(block_kv=16, buffer_size=48, first_tokens=3),
+    tj.TurboConfig(block_q=16, block_kv=16, buffer_size=32, flush="all"),
+)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("config", CONFIGS, ids=["default", "first tokens", "all blocks"])
+def test_counts_are_those_of_plain_jax(config):
+    """Around a full buffer and a full cache; with and without a token, and asked for too many."""
+    held, buffered, asked = [], [], []
+    for row in (0, 1, config.buffer_size // 2, config.buffer_size - 2, config.buffer_size - 1):
+        for full in (0, 1, 5):
+            for wanted in (0, 1, 2, -1):
+                held.append(full * config.block_kv + row)
+                buffered.append(row)
+                asked.append(wanted)
+    lengths = jnp.int32(held)
+    for most in (1 + max(held), max(held), max(held) - 1):
+        cache = tj.init_cache(len(held), most, 2, 64, config=config)
+        before = dataclasses.replace(
+            cache,
+            lengths=lengths,
+            buffer_lengths=jnp.int32(buffered),
+            overflowed=jnp.arange(len(held)) % 3 == 0,
+        )
+        counts = before.lengths, before.buffer_lengths, before.overflowed
+        sizes = append.Counting(
+            max_length=before.max_length,
+            buffer_size=config.buffer_size,
+            flush=config.flush_size,
+            block=config.block_kv,
+            room=before.blocks_of_room,
+        )
+        plan, after = append.count(jnp.int32(asked), counts, sizes)
+        accepted = append_reference.accepted_tokens(before, 1, jnp.int32(asked))
+        sides = before.key, before.value
+        want = append_reference.with_appended(before, *sides, jnp.int32(asked), accepted)
+        start = before.num_blocks % before.blocks_of_room
+        for a, b in zip(plan, (accepted, before.buffer_lengths, start), strict=True):
+            np.testing.assert_array_equal(a, b)
+        for a, b in zip(after, (want.lengths, want.buffer_lengths, want.overflowed), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_one_sequence_counts_in_a_kernel(monkeypatch):
+    """Through a buffer that fills, a token that nobody gives and one that has no room."""
+    config = tj.TurboConfig(block_q=16, block_kv=16, buffer_size=16)
+    case, counted = (config, 16, jnp.float32), []
+    monkeypatch.setattr(append, "count", lambda *x: counted.append(x) or COUNT(*x))
+    empty = tj.init_cache(1, 17, HEADS, 16, config=config, dtype=jnp.float32)
+    key, value = (x[:1] for x in tokens(case, 18, seed=1))
+    want = got = append_xla(empty, key[:, :15], value[:, :15])
+    for t, new in enumerate((1, 0, 1, 1), 14):
+        given = key[:, t : t + 1], value[:, t : t + 1], int32(new)
+        want = append_xla(want, *given[:2], lengths=given[2])
+        got = append_mosaic.append(got, *given)
+        assert_same_bits(got, want)
+    assert counted
+    assert got.overflowed.tolist() == [True]
+    assert got.num_blocks.tolist() == [1]
+
+
+COUNT = append.count
+
+
+def test_one_sequence_takes_two_kernels(hopper):
+    cache = jax.eval_shape(lambda: tj.init_cache(1, 1024, HEADS, 128))
+    x = jax.ShapeDtypeStruct((1, 1, HEADS, 128), jnp.bfloat16)
+    text = lower_for_cuda(tj.append, cache, x, x)
+    assert text.count("mosaic_gpu_v2") == 2
+    assert not re.search(r"stablehlo\.(add|select|or|minimum|iota)\b", text)
 
 
 @pytest.mark.fuzz

@@ -24,12 +24,14 @@ def patch(monkeypatch, *modules):
             monkeypatch.setattr(module.lanes, "update", update)
 
 
-def update(body, name, inputs, arrays, *, grid, warpgroups, shared=0, backwards=False):
+def update(body, name, inputs, arrays, *, grid, warpgroups, shared=0, out=(), backwards=False):
     """As `lanes.update`; the last warp of a program first, if asked."""
     count, shapes = len(inputs), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    shapes += out
 
     def run(*given):
-        return _run(body, given[:count], given[count:], grid, warpgroups, shared, backwards)
+        written = [*given[count:], *_nothing(out)]
+        return _run(body, given[:count], written, grid, warpgroups, shared, backwards)
 
     return jax.pure_callback(run, shapes, *inputs, *arrays)
 
@@ -38,11 +40,14 @@ def launch(body, name, inputs, out, *, grid, warpgroups, shared=0):
     """As `lanes.launch`; what is not written is all ones in bits, NaN where there is one."""
 
     def run(*given):
-        empty = [np.full(x.size * x.dtype.itemsize, 255, np.uint8) for x in out]
-        empty = [x.view(to.dtype).reshape(to.shape) for x, to in zip(empty, out, strict=True)]
-        return _run(body, given, empty, grid, warpgroups, shared)
+        return _run(body, given, _nothing(out), grid, warpgroups, shared)
 
     return jax.pure_callback(run, list(out), *inputs)
+
+
+def _nothing(out):
+    empty = [np.full(x.size * x.dtype.itemsize, 255, np.uint8) for x in out]
+    return [x.view(to.dtype).reshape(to.shape) for x, to in zip(empty, out, strict=True)]
 
 
 def _run(body, inputs, written, grid, warpgroups, shared, backwards=False):

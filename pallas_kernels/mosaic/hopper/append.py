@@ -6,15 +6,18 @@ The launch bounds it.
 
 A program takes one head of one sequence, of keys or of values. Its first warp fixes the universal
 scale if that is still open, rounds the token and stores its codes. The step that fills the buffer
-also compresses its oldest block, or all of it, and moves the rest down, with all warps.
+also compresses its oldest block, or all of it, and moves the rest down, with all warps. Of one
+sequence a kernel before it, `count`, finds what it takes and brings the counts up to date.
 
 Roofline in full and versions: `docs/kernels/decode.md`.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.layouts import Side
 from pallas_kernels.mosaic import block as blocks
@@ -128,6 +131,50 @@ def append(
             Side(tuple(codes), scale, zero, block_scale, side.head_slots, buffer, buffer_scale)
         )
     return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting:
+    """Sizes of a cache that gets a token a sequence, in tokens but for the last."""
+
+    max_length: int
+    buffer_size: int
+    flush: int
+    block: int
+    room: int  # places for blocks
+
+
+def count(
+    asked: jax.Array, counts: Sequence[jax.Array], s: Counting
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """What `append` is to do, and a cache's counts after it.
+
+    Int32 ``[B]`` are `asked`, whether there is a new token, and the first two of `counts`: tokens
+    held, tokens in the buffer. The third is bool ``[B]``, whether a token was ever left out.
+    Returns `accepted`, `row` and `start` of `append`, and the counts, in their own memory if they
+    were donated. XLA computes all this in one kernel, too, but for one sequence in five.
+    """
+
+    def body(arrays: list[Pointer], ids: list[Int]) -> None:
+        own = ids[0] << 2
+        asked, held, buffered, left_out, *plan = arrays
+        with lane.when(lane.thread().equals(0)):
+            wanted, tokens, row = (x.at(own).word() for x in (asked, held, buffered))
+            accepted = wanted.maximum(0).minimum((lane.integer(s.max_length) - tokens).minimum(1))
+            start = (tokens - row) // s.block % s.room
+            for target, x in zip(plan, (accepted, row, start), strict=True):
+                target.at(own).store(x)
+            filled = row + accepted
+            held.at(own).store(tokens + accepted)
+            buffered.at(own).store((filled >= s.buffer_size).where(filled - s.flush, filled))
+            with lane.when(wanted > accepted):
+                left_out.at(ids[0]).store_low(lane.integer(1), 8)
+
+    plan = [jax.ShapeDtypeStruct(asked.shape, jnp.int32)] * 3
+    grid = {"sequence": asked.shape[0]}
+    name = "turbojax_count_hopper"
+    written = lanes.update(body, name, [asked], counts, grid=grid, warpgroups=1, out=plan)
+    return written[len(counts) :], written[: len(counts)]
 
 
 def _token(p: _Program, x: Pointer) -> None:

@@ -118,9 +118,32 @@ def append(
     lengths: jax.Array,
     first: jax.Array | None = None,
 ) -> ProgressiveCache:
-    """`reference.append` of one token per sequence with one kernel."""
+    """`reference.append` of one token per sequence with one kernel, for one sequence with two."""
     run = functools.partial(_append_sides, config=cache.config)
-    return append_kernels.appended(cache, key, value, lengths, run, first)
+    sides = cache.key, cache.value
+    if cache.batch_size > 1 or first is not None or any(len(s.codes) > 1 for s in sides):
+        return append_kernels.appended(cache, key, value, lengths, run, first)
+    from pallas_kernels.mosaic.hopper.append import Counting, count
+
+    config = cache.config
+    sizes = Counting(
+        max_length=cache.max_length,
+        buffer_size=config.buffer_size,
+        flush=config.flush_size,
+        block=config.block_kv,
+        room=cache.blocks_of_room,
+    )
+    counts = cache.lengths, cache.buffer_lengths, cache.overflowed
+    plan, (held, buffered, overflowed) = count(lengths, counts, sizes)
+    key_side, value_side = run(sides, [x[:, 0] for x in (key, value)], *plan)
+    return dataclasses.replace(
+        cache,
+        key=key_side,
+        value=value_side,
+        lengths=held,
+        buffer_lengths=buffered,
+        overflowed=overflowed,
+    )
 
 
 def _append_sides(
