@@ -461,6 +461,28 @@ def test_of_a_rolling_buffer_what_it_holds_is_dequantized(name):
         assert not np.asarray(held)[:, : -rolling.room].any()
 
 
+@pytest.mark.parametrize(("name", "window"), [("exact", None), ("exact", 3), ("kv4", None)])
+def test_a_sequence_alone_holds_what_it_holds_beside_another(name, window):
+    """One row at a time, some steps without a token, past the cache's end and around a ring."""
+    room = 6 if window is None else 600
+    alone, both = (
+        kv.init_layer_cache(n, room, KV_HEADS, CHANNELS, kind=name, local_window_size=window)
+        for n in (1, 2)
+    )
+    step = jax.jit(lambda cache, x, new: tj.append(cache, x, -x, lengths=new))
+    held = 0
+    for t, new in enumerate((1, 1, 0, 1, 1, 1, 1, 1, 0) * (1 if window is None else 40)):
+        x = np.random.default_rng(t).normal(size=(2, 1, KV_HEADS, CHANNELS))
+        x = jnp.asarray(x, jnp.bfloat16)
+        alone = step(alone, x[:1], jnp.int32([new]))
+        both = step(both, x, jnp.int32([new, 1]))
+        held = min(held + new, room)
+    assert (alone.lengths.tolist(), alone.room < room) == ([held], window is not None)
+    assert alone.overflowed.tolist() == [window is None]
+    for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(both), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b[:1], np.float32))
+
+
 @pytest.mark.parametrize("name", ["exact", "int8"])
 def test_what_exact_attention_lacks_is_refused(name):
     query, key, value = at(np.zeros(BATCH, np.int32), 2)
