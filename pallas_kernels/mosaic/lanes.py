@@ -150,7 +150,8 @@ def update(
 
         def write(state: tuple[list[Any], list[Any]]) -> None:
             refs, fresh = state
-            for ref, x in zip(fresh, kernel(*read, *refs), strict=True):
+            found = kernel(*read, *refs)
+            for ref, x in zip(fresh, found if out else [], strict=True):
                 ref[...] = x
 
         # What is there first is never used, so no kernel makes it.
