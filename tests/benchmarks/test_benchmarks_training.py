@@ -63,7 +63,7 @@ def test_errors_are_those_of_the_querys_gradient():
 
 
 def test_prose_agrees_with_how_equal_runs_differ():
-    """The ratios of training in two runs, in docs/benchmarks/attention.md and docs/choosing.md."""
+    """The times of training in three runs, in docs/benchmarks/attention.md and docs/choosing.md."""
     _, now = report.newest(readme.RESULTS, ("hopper",))
     paths = [readme.RESULTS / f"hopper_2026-11-{day}.json" for day in (24, 25)]
     runs = [now, *(json.loads(path.read_text(encoding="utf-8")) for path in paths)]

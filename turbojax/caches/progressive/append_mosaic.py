@@ -121,7 +121,7 @@ def append(
     """`reference.append` of one token per sequence with one kernel, for one sequence with two."""
     run = functools.partial(_append_sides, config=cache.config)
     sides = cache.key, cache.value
-    if cache.batch_size > 1 or first is not None or any(len(s.codes) > 1 for s in sides):
+    if cache.batch_size != 1 or first is not None or any(len(s.codes) > 1 for s in sides):
         return append_kernels.appended(cache, key, value, lengths, run, first)
     from pallas_kernels.mosaic.hopper.append import Counting, count
 
@@ -155,17 +155,11 @@ def _append_sides(
     *,
     config: TurboConfig,
 ) -> list[CacheSide]:
-    from pallas_kernels.layouts import Side
     from pallas_kernels.mosaic.hopper.append import append
 
-    fields = [{x: getattr(s, x) for x in Side._fields} for s in sides]
-    given = [
-        Side(**(x | {"head_slots": side.places_for_kernels}))
-        for x, side in zip(fields, sides, strict=True)
-    ]
     layouts = [_layout(s, config) for s in sides]
     written = append(
-        *(tokens, accepted, row, start, given),
+        *(tokens, accepted, row, start, [s.for_kernels() for s in sides]),
         layouts=layouts,
         flush=config.flush_size,
         first_tokens=config.num_first_tokens,

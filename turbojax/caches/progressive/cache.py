@@ -8,7 +8,7 @@ attends to it most, as to a sink, so it is kept in 8 bits.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from turbojax.sharding.axes import Axes
 from turbojax.sharding.creation import Sizes, born
 from turbojax.sharding.specs import Split, spec_of
 from turbojax.sharding.varying import varying_like
+
+if TYPE_CHECKING:
+    from pallas_kernels.layouts import Side
 
 
 @pytree
@@ -87,6 +90,13 @@ class CacheSide(Split):
         Computing places that all know would take a kernel of its own in every call.
         """
         return self.head_slots if len(self.codes) == 1 else self.places
+
+    def for_kernels(self) -> "Side":
+        """The side as kernels take it."""
+        from pallas_kernels.layouts import Side
+
+        fields = {name: getattr(self, name) for name in Side._fields}
+        return Side(**(fields | {"head_slots": self.places_for_kernels}))
 
     AXES: ClassVar[dict[str, str]] = {
         "codes": "BKLRC",

@@ -13,12 +13,12 @@ from turbojax._device import (
 )
 from turbojax.attention.options import Options
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
-from turbojax.caches.progressive.cache import CacheSide, ProgressiveCache
+from turbojax.caches.progressive.cache import ProgressiveCache
 from turbojax.numerics.config import TurboConfig
 from turbojax.numerics.sas import SAS
 
 if TYPE_CHECKING:
-    from pallas_kernels.mosaic.hopper.decode.kernel import Side, SparseExponential
+    from pallas_kernels.mosaic.hopper.decode.kernel import SparseExponential
 
 _LARGEST_HEAD_DIM = 256
 _BLOCKS = (32, 64, 128)
@@ -134,8 +134,8 @@ def decode(
     }
     operands = (
         query,
-        _side(cache.key),
-        _side(cache.value),
+        cache.key.for_kernels(),
+        cache.value.for_kernels(),
         cache.lengths,
         cache.buffer_lengths,
         query_length,
@@ -239,10 +239,3 @@ def _exponential(config: TurboConfig) -> "SparseExponential | None":
         return None
     sas = config.softmax
     return kernel.SparseExponential(sas.coefficients, sas.threshold, sas.unit)
-
-
-def _side(side: CacheSide) -> "Side":
-    from pallas_kernels.mosaic.hopper.decode import kernel
-
-    fields = {name: getattr(side, name) for name in kernel.Side._fields}
-    return kernel.Side(**{**fields, "head_slots": side.places_for_kernels})

@@ -11,7 +11,7 @@ from turbojax.attention.options import Options
 from turbojax.attention.score_modifiers import NO_MODIFIERS, ScoreModifiers
 from turbojax.attention.turbo.triton import exponential
 from turbojax.attention.turbo.triton import unsupported as kernels_unsupported
-from turbojax.caches.progressive.cache import CacheSide, ProgressiveCache
+from turbojax.caches.progressive.cache import ProgressiveCache
 from turbojax.numerics import rounding
 
 _MOST_QUERY_ROWS = 64
@@ -77,8 +77,8 @@ def decode(
     )
     return kernel.decode(
         query,
-        _side(kernel.Side, cache.key),
-        _side(kernel.Side, cache.value),
+        cache.key.for_kernels(),
+        cache.value.for_kernels(),
         cache.lengths,
         cache.buffer_lengths,
         query_length,
@@ -96,8 +96,3 @@ def _splits(pairs: int, blocks: int) -> int:
     """Programs per KV head."""
     wanted = math.ceil(_ENOUGH_PROGRAMS / pairs)
     return max(1, min(wanted, blocks // _FEWEST_BLOCKS))
-
-
-def _side(make, side: CacheSide):  # type: ignore[no-untyped-def]
-    fields = {name: getattr(side, name) for name in make._fields}
-    return make(**{**fields, "head_slots": side.places_for_kernels})

@@ -700,6 +700,8 @@ def attend(
     log-sum-exp ``[B, T, N]``.
     """
     batch, tokens, heads, _ = query_latent.shape
+    if settings.tokens != tokens:
+        raise ValueError(f"settings.tokens={settings.tokens} must be {tokens}, as query_latent has")
     count = tokens * heads
     pad = ((0, 0), (0, -count % _EIGHT), (0, 0))
     q, q_rope = (jnp.pad(a.reshape(batch, count, -1), pad) for a in (query_latent, query_rope))
