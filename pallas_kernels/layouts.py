@@ -21,7 +21,7 @@ class Side(NamedTuple):
     channel_scale: Ref
     channel_zero: Ref
     block_scale: Ref
-    head_slots: Ref  # here each head's place in `codes`; not read of one width
+    head_slots: Ref  # for kernels, each head's place in `codes`; ignored if all have one width
     buffer: Ref
     buffer_scale: Ref
 

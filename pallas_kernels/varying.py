@@ -41,9 +41,10 @@ def cast(arrays: Any, axes: frozenset[str]) -> Any:
 
 
 def typed_shapes(shapes: Any, axes: frozenset[str]) -> Any:
-    """`ShapeDtypeStruct`s of arrays that vary along these axes."""
-    if not axes:
-        return shapes
+    """`ShapeDtypeStruct`s of arrays that vary along these axes.
+
+    Also where there are none: within `shard_map` a kernel must be told so.
+    """
     if "manual_axis_type" in _STRUCT:
         kind: dict[str, Any] = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)}
     else:

@@ -134,13 +134,13 @@ def update(
     Under `vmap` its calls follow one another. Returns the arrays after it, in their own memory if
     nobody needs them as they were, and new ones of the types `out`.
     """
-    count = len(inputs)
+    count, axes = len(inputs), varying.axes_of((inputs, arrays))
 
     @jax.custom_batching.sequential_vmap
     def run(*operands: jax.Array) -> list[jax.Array]:
         kernel = pl.kernel(
             _kernel(body, tuple(grid), shared),
-            out_type=list(out),
+            out_type=varying.typed_shapes(list(out), axes),
             mesh=plgpu.Mesh(**_mesh(name, grid, warpgroups)),
             compiler_params=_PARAMETERS,
             name=name,
@@ -155,9 +155,8 @@ def update(
                 ref[...] = x
 
         # What is there first is never used, so no kernel makes it.
-        nothing = [jnp.zeros(x.shape, x.dtype) for x in out]
+        nothing = varying.cast([jnp.zeros(x.shape, x.dtype) for x in out], axes)
         written, fresh = pl.run_state(write)((list(operands[count:]), nothing))
         return [*written, *fresh]
 
-    axes = varying.axes_of((inputs, arrays))
     return varying.cast(run(*varying.cast([*inputs, *arrays], axes)), axes)

@@ -54,8 +54,8 @@ def append(
     """`mosaic.hopper.append.append` for one side: the arrays with the token, donated memory reused.
 
     `x` is bfloat16, float16 or float32 ``[B, K, H]``; `slots`, int32 ``[B, K]``, are each head's
-    place among the slots of `codes`, not read of one width; `codes` and their scales as for
-    `write_block`, `block_scale` float32 ``[B, K, n]``. `start` is not negative here, and
+    place among the slots of `codes`, ignored if all heads have one width; `codes` and their scales
+    as for `write_block`, `block_scale` float32 ``[B, K, n]``. `start` is not negative here, and
     `num_warps` depends on the block's size by default.
     """
     batch, heads, _ = x.shape

@@ -1,5 +1,6 @@
 """Kernels inside `jax.shard_map` that checks where arrays vary: each lowers for a GPU."""
 
+import contextlib
 from unittest import mock
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+import turbojax as tj
 from benchmarks.device.sanitizer_cases import CASES
 from pallas_kernels.varying import axes_of
 from tests.kernels.kernel_helpers import gpu_type
@@ -18,6 +20,16 @@ from turbojax.sharding import as_carried, together, varying_like
 NAMES = [name for name, case in CASES.items() if case.needs is None]
 
 
+@contextlib.contextmanager
+def eight_gpus(axis):
+    kinds = {"axis_types": (AxisType.Auto,), "abstract_device": gpu_type()}
+    with (
+        mock.patch.object(_device, "gpu_compute_capability", return_value=9.0),
+        jax.sharding.use_abstract_mesh(AbstractMesh((8,), (axis,), **kinds)),
+    ):
+        yield
+
+
 def lower(call, arguments, axis="data"):
     """Lowers a call on each of eight GPUs, with arrays that differ from GPU to GPU."""
 
@@ -26,12 +38,8 @@ def lower(call, arguments, axis="data"):
         assert all(axes_of(x) == {axis} for x in jax.tree.leaves(out))
         return jax.tree.map(lambda x: x[None], out)
 
-    kinds = {"axis_types": (AxisType.Auto,), "abstract_device": gpu_type()}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-    with (
-        mock.patch.object(_device, "gpu_compute_capability", return_value=9.0),
-        jax.sharding.use_abstract_mesh(AbstractMesh((8,), (axis,), **kinds)),
-    ):
+    with eight_gpus(axis):
         split = jax.jit(jax.shard_map(body, in_specs=P(), out_specs=P(axis)))
         return split.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -43,6 +51,20 @@ def test_lowers(name):
     assert "mosaic_gpu" in text or "triton" in text
     assert "all_gather" not in text
     assert "all_reduce" not in text
+
+
+def test_one_sequence_whose_heads_are_split():
+    """What kernels write of it varies, but not its lengths and other counts."""
+    cache = tj.init_cache(1, 256, 16, 64)
+    specs = jax.tree.map(lambda x: P(None, "data") if x.ndim > 1 else P(), cache)
+    x, of_x = jnp.ones((1, 1, 16, 64), jnp.bfloat16), P(None, None, "data")
+    split = {"in_specs": (specs, of_x), "out_specs": specs}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (cache, x))
+    with eight_gpus("data"):
+        append = jax.jit(jax.shard_map(lambda cache, x: tj.append(cache, x, x), **split))
+        text = append.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 2
+    assert "all_gather" not in text
 
 
 @pytest.mark.quick(1, slow=0)

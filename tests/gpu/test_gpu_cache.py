@@ -83,6 +83,32 @@ def test_a_prompt_and_then_tokens(name, implementation):
     assert_same_bits(append_all(got, *more, implementation), append_all(expected, *more, "xla"))
 
 
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("window", [None, (64, 0)], ids=["whole", "rolling"])
+def test_one_sequence_past_its_end(window, implementation):
+    """Steps with no token, with one and with one too many; in a loop, and under `vmap` too."""
+    steps, room = 480, 350
+    key, value = tokens((None, 2, 64, jnp.float32, None, (1,)), steps, 6)
+    asked = jnp.arange(steps) % 5 > 0
+    empty = tj.init_cache(1, room, 2, 64, dtype=jnp.float32, local_window_size=window)
+
+    def all_steps(cache, scale, implementation):
+        def step(cache, t):
+            k, v = (jax.lax.dynamic_slice_in_dim(x, t, 1, 1) * scale for x in (key, value))
+            lengths = asked[t][None].astype(jnp.int32)
+            new = tj.append(cache, k, v, lengths=lengths, implementation=implementation)
+            return new, (new.lengths, new.overflowed)
+
+        return jax.lax.scan(step, cache, jnp.arange(steps))
+
+    expected = jax.jit(functools.partial(all_steps, implementation="xla"))(empty, 1.0)
+    run = functools.partial(all_steps, implementation=implementation)
+    assert_same_bits(jax.jit(run)(empty, 1.0), expected)
+    several = jax.jit(jax.vmap(run, (None, 0)))(empty, jnp.float32([0.5, 1.0]))
+    assert_same_bits(jax.tree.map(lambda x: x[1], several), expected)
+    assert (expected[0].lengths.tolist(), expected[0].overflowed.tolist()) == ([room], [True])
+
+
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("name", CASES)

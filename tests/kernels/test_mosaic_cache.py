@@ -285,23 +285,17 @@ def test_counts_are_those_of_plain_jax(config):
                 buffered.append(row)
                 asked.append(wanted)
     lengths = jnp.int32(held)
-    for most in (1 + max(held), max(held), max(held) - 1):
-        cache = tj.init_cache(len(held), most, 2, 64, config=config)
+    rolling = {"local_window_size": (2 * config.block_kv, 0)}
+    for most, window in ((1 + max(held), {}), (max(held), {}), (1 + max(held), rolling)):
+        cache = tj.init_cache(len(held), most, 2, 64, config=config, **window)
+        assert bool(window) == (max(held) // config.block_kv > cache.blocks_of_room)
         before = dataclasses.replace(
             cache,
             lengths=lengths,
             buffer_lengths=jnp.int32(buffered),
             overflowed=jnp.arange(len(held)) % 3 == 0,
         )
-        counts = before.lengths, before.buffer_lengths, before.overflowed
-        sizes = append.Counting(
-            max_length=before.max_length,
-            buffer_size=config.buffer_size,
-            flush=config.flush_size,
-            block=config.block_kv,
-            room=before.blocks_of_room,
-        )
-        plan, after = append.count(jnp.int32(asked), counts, sizes)
+        plan, after = append_mosaic.counted(before, jnp.int32(asked))
         accepted = append_reference.accepted_tokens(before, 1, jnp.int32(asked))
         sides = before.key, before.value
         want = append_reference.with_appended(before, *sides, jnp.int32(asked), accepted)

@@ -68,7 +68,7 @@ def test_it_lowers(queries, bits, head_dim, softmax, dtype):
 
 @pytest.mark.parametrize("config", [tj.TurboConfig(), "kv4"], ids=["4 bits", "kv4"])
 def test_a_call_is_its_kernels_alone(hopper, config):
-    """No array is made of what all know: each took a kernel, a tenth of a short call."""
+    """No array is made that depends on no data: each took a kernel, a tenth of a short call."""
     if config == "kv4":
         cache = jax.eval_shape(lambda: tj.fireq.init_cache(2, 1024, 2, 128))
     else:

@@ -31,7 +31,7 @@ class Prompt(NamedTuple):
     """One side of a prompt, and where its blocks go."""
 
     x: jax.Array  # bfloat16, float16 or float32 ``[B, S, K, H]``
-    # int32 ``[B, K]``, each head's place among the slots of `codes`; not read of one width.
+    # int32 ``[B, K]``, each head's place among the slots of `codes`; ignored if all have one width.
     slots: jax.Array
     # Uint8, one array for each width, see `pallas_kernels.mosaic.stage2.Arrays`.
     codes: tuple[jax.Array, ...]

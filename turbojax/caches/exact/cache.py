@@ -153,7 +153,8 @@ def _append(cache: ExactCache, key: jax.Array, value: jax.Array, lengths: jax.Ar
     # XLA then computes it with the lengths after. Within both scatters it would need the lengths
     # before, which these replace in place, so it would make a copy first, a launch in every step.
     index = jax.lax.optimization_barrier(index)
-    put = _put_row if index.size == 1 else _put_rows
+    # Where there are more devices, slots may be split: XLA gathers them to update a slice.
+    put = _put_row if index.size == 1 and jax.device_count() == 1 else _put_rows
     return dataclasses.replace(
         cache,
         key=put(cache.key, index, key.astype(cache.key.dtype)),
@@ -168,10 +169,10 @@ _put_rows = jax.vmap(lambda old, i, new: old.at[i].set(new, mode="drop", unique_
 
 def _put_row(old: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
     """`_put_rows` of a single row: of that scatter XLA makes three kernels, of this one."""
-    room, zero = old.shape[1], jnp.int32(0)
-    at = (zero, jnp.minimum(index[0, 0], room - 1), zero, zero)
+    room, place = old.shape[1], index[0, 0]
+    at = (0, jnp.minimum(place, room - 1), 0, 0)
     kept = jax.lax.dynamic_slice(old, at, new.shape)
-    return jax.lax.dynamic_update_slice(old, jnp.where(index[0, 0] < room, new, kept), at)
+    return jax.lax.dynamic_update_slice(old, jnp.where(place < room, new, kept), at)
 
 
 def dequantize(

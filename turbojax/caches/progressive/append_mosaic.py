@@ -118,11 +118,28 @@ def append(
     lengths: jax.Array,
     first: jax.Array | None = None,
 ) -> ProgressiveCache:
-    """`reference.append` of one token per sequence with one kernel, for one sequence with two."""
+    """`reference.append` of one token per sequence with one kernel.
+
+    Or two, of which one counts, for a single sequence whose heads have one width.
+    """
     run = functools.partial(_append_sides, config=cache.config)
     sides = cache.key, cache.value
     if cache.batch_size != 1 or first is not None or any(len(s.codes) > 1 for s in sides):
         return append_kernels.appended(cache, key, value, lengths, run, first)
+    plan, (held, buffered, overflowed) = counted(cache, lengths)
+    key_side, value_side = run(sides, [x[:, 0] for x in (key, value)], *plan)
+    return dataclasses.replace(
+        cache,
+        key=key_side,
+        value=value_side,
+        lengths=held,
+        buffer_lengths=buffered,
+        overflowed=overflowed,
+    )
+
+
+def counted(cache: ProgressiveCache, lengths: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+    """What `_append_sides` is to do, and the cache's counts after it, by one kernel."""
     from pallas_kernels.mosaic.hopper.append import Counting, count
 
     config = cache.config
@@ -133,17 +150,7 @@ def append(
         block=config.block_kv,
         room=cache.blocks_of_room,
     )
-    counts = cache.lengths, cache.buffer_lengths, cache.overflowed
-    plan, (held, buffered, overflowed) = count(lengths, counts, sizes)
-    key_side, value_side = run(sides, [x[:, 0] for x in (key, value)], *plan)
-    return dataclasses.replace(
-        cache,
-        key=key_side,
-        value=value_side,
-        lengths=held,
-        buffer_lengths=buffered,
-        overflowed=overflowed,
-    )
+    return count(lengths, (cache.lengths, cache.buffer_lengths, cache.overflowed), sizes)
 
 
 def _append_sides(

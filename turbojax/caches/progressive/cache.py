@@ -87,7 +87,7 @@ class CacheSide(Split):
     def places_for_kernels(self) -> jax.Array:
         """`places`, or, for heads of one width, an array that kernels do not read.
 
-        Computing places that all know would take a kernel of its own in every call.
+        To compute places that do not depend on data would take a kernel of its own in every call.
         """
         return self.head_slots if len(self.codes) == 1 else self.places
 

@@ -291,7 +291,9 @@ def _accumulate(
     They are added to `total`. `operand` is the first group's `_operand`, and its slot;
     `has_next` says whether another tile follows.
     """
-    ping_pong = pipeline.PingPong(m.tensor_core_order, me, WARPGROUPS)
+    # In two levels the matrix unit idles half of the time: who waits for a turn loses it.
+    turns = None if s.is_two_level else m.tensor_core_order
+    ping_pong = pipeline.PingPong(turns, me, WARPGROUPS)
 
     def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, words, slot = carry
