@@ -104,18 +104,16 @@ def launch(
     return varying.typed(lambda out: call(out_type=out), list(out))(*inputs)
 
 
-# Inputs of at most this many bytes are copied before the kernel reads them, see `apart`.
-_SMALL = 2**20
+def unfused(arrays: Any) -> Any:
+    """Keeps XLA from making one call of slices and of a kernel that updates arrays.
 
-
-def apart(x: jax.Array) -> jax.Array:
-    """Keeps XLA from letting a kernel read a small slice in place.
-
-    In a loop whose steps slice an array, as `lax.scan` does, the slice's address changes in every
-    step: the call is then recorded anew each time, which takes the host longer than a small copy
-    takes the device.
+    Where a loop slices what the kernel reads, or stores what it returns as a slice, as `lax.scan`
+    over layers and their caches does, XLA (of jax 0.11) gives the kernel the slices' addresses, and
+    forgets that what it updates is input and output in the same memory: what it wrote was lost. And
+    where an address changes in every step, the call is recorded anew each time. For all that goes
+    into such a kernel and all that comes out.
     """
-    return lax.optimization_barrier(x) if x.size * x.dtype.itemsize <= _SMALL else x
+    return jax.tree.map(lax.optimization_barrier, arrays)
 
 
 def update(
@@ -146,7 +144,7 @@ def update(
             name=name,
         )
 
-        read = [apart(x) for x in operands[:count]]
+        read, before = unfused((list(operands[:count]), list(operands[count:])))
 
         def write(state: tuple[list[Any], list[Any]]) -> None:
             refs, fresh = state
@@ -156,7 +154,7 @@ def update(
 
         # What is there first is never used, so no kernel makes it.
         nothing = varying.cast([jnp.zeros(x.shape, x.dtype) for x in out], axes)
-        written, fresh = pl.run_state(write)((list(operands[count:]), nothing))
+        written, fresh = unfused(pl.run_state(write)((before, nothing)))
         return [*written, *fresh]
 
     return varying.cast(run(*varying.cast([*inputs, *arrays], axes)), axes)

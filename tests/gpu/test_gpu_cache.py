@@ -11,7 +11,7 @@ import pytest
 import turbojax as tj
 from tests.caches.cache_helpers import assert_same_bits
 from tests.gpu.gpu_helpers import KERNELS
-from turbojax import _device
+from turbojax import _device, caches
 from turbojax.caches.progressive import append_mosaic, append_triton
 from turbojax.caches.progressive.update import store_prompt
 from turbojax.numerics.rounding import quantize_scores_operand, quantize_values
@@ -107,6 +107,35 @@ def test_one_sequence_past_its_end(window, implementation):
     several = jax.jit(jax.vmap(run, (None, 0)))(empty, jnp.float32([0.5, 1.0]))
     assert_same_bits(jax.tree.map(lambda x: x[1], several), expected)
     assert (expected[0].lengths.tolist(), expected[0].overflowed.tolist()) == ([room], [True])
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 200])
+@pytest.mark.parametrize("kind", [tj.TurboConfig(), "kv4", "exact", "turbo4", "fp8_e4m3"], ids=str)
+def test_a_scan_over_layers_updates_their_caches(kind, tokens):
+    """Slices of stacked caches go in, slices come out: what kernels write must be in the latter."""
+    layers, batch, heads, channels = 3, 2, 2, 64
+    new = functools.partial(caches.init_layer_cache, kind=kind, dtype=jnp.bfloat16)
+    stack = jax.tree.map(lambda x: jnp.stack([x] * layers), new(batch, 512, heads, channels))
+    steps = [
+        jax.random.normal(jax.random.key(i), (layers, batch, n, heads, channels), jnp.bfloat16)
+        for i, n in enumerate((tokens, 1, 1))
+    ]
+
+    def layer(cache, x):
+        if x.shape[1] > 4:
+            return tj.prefill(x, x, x, cache)[::-1]
+        return tj.append_and_decode(x, x, x, cache)[::-1]
+
+    one_by_one = jax.jit(layer)
+    scanned = jax.jit(lambda *x: jax.lax.scan(lambda _, of: (None, layer(*of)), None, x)[1])
+    every = [jax.tree.map(lambda a, i=i: a[i], stack) for i in range(layers)]
+    for x in steps:
+        found = [one_by_one(cache, x[i]) for i, cache in enumerate(every)]
+        every = [cache for cache, _ in found]
+        stack, out = scanned(stack, x)
+        want = jax.tree.map(lambda *a: jnp.stack(a), *every)
+        assert_same_bits(*(jax.tree.map(lambda a: a.astype(jnp.float32), c) for c in (stack, want)))
+        np.testing.assert_array_equal(out, jnp.stack([out for _, out in found]))
 
 
 @pytest.mark.quick(3)

@@ -436,7 +436,7 @@ def append_and_attend(
     def run(
         operands: tuple[Any, ...], written: list[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        query, pages, *where, new = operands
+        (query, pages, *where, new), written = lanes.unfused((operands, written))
         call = warp.update(kernel, _NAME, shapes, grid, settings, query.shape[3])
 
         def write(state: tuple[list[Any], list[Any]]) -> None:
@@ -449,13 +449,10 @@ def append_and_attend(
 
         # What is there first is never used, so no kernel makes it.
         nothing = [jnp.zeros(x.shape, x.dtype) for x in shapes]
-        state: tuple[list[jax.Array], list[jax.Array]] = pl.run_state(write)((nothing, written))
-        return state
+        found: tuple[list[jax.Array], list[jax.Array]]
+        found = lanes.unfused(pl.run_state(write)((nothing, written)))
+        return found
 
-    query, new = (
-        lanes.apart(query),
-        new._replace(key=lanes.apart(new.key), value=lanes.apart(new.value)),
-    )
     written = [*(getattr(pages, n) for n in names), new.dropped_tokens]
     read = pages._replace(**dict.fromkeys(names)), new._replace(dropped_tokens=None)
     where = (tables, lengths, query_lengths, new_lengths)
