@@ -17,7 +17,7 @@ What `int4.py` loses, and what is different here:
   - Scales and biases of the outputs are copied ahead, like those of the tokens.
   - The next tile's first weights are converted before this tile's outputs are written.
   - Tiles of 128 tokens may have sums in two levels, as there: each group's products and additions
-    of one warpgroup beside those of the other.
+    of one warpgroup beside those of the other, without turns, as no warp waits for products.
   - With `Settings.is_even` tiles are cut between groups, where whole ones would leave programs
     idle. Sums go from program to program in float32, through memory, added in the groups' order.
 
