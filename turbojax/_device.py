@@ -4,13 +4,17 @@ import contextlib
 import functools
 import importlib.util
 import os
+from typing import Any
 
 import jax
+
+from pallas_kernels.varying import axes_of
 
 AMPERE, ADA, HOPPER, BLACKWELL = 8.0, 8.9, 9.0, 10.0
 """Compute capabilities of NVIDIA's GPUs, the first of each."""
 
 _MULTIPROCESSORS = 132
+_REFUSES_UPDATES = (0, 11)  # the first version of jax that does, see `needs_updates`
 # Part of the key of what `jax.jit` traced: a trace for the interpreter is not reused without it.
 _INTERPRETING = jax.make_user_context(default_value=False)
 
@@ -99,6 +103,20 @@ def needs_mosaic() -> str | None:
     Hopper only, see `is_measured`.
     """
     return _needs_one_of(AMPERE, ADA, HOPPER, BLACKWELL)
+
+
+def needs_updates(*arrays: Any) -> str | None:
+    """None if Mosaic's kernels can run here that write to such arrays in place, or why not.
+
+    From 0.11 on jax refuses them in a `jax.shard_map` that checks along which axes arrays vary.
+    """
+    axes = sorted(axes_of(arrays)) if jax.__version_info__ >= _REFUSES_UPDATES else []
+    if not axes:
+        return needs_mosaic()
+    return (
+        f"arrays that vary along the mesh axes {axes}: jax {jax.__version__} refuses kernels that "
+        "update these in place, but with jax.shard_map(check_vma=False)"
+    )
 
 
 def has_bulk_copies() -> bool:

@@ -67,6 +67,20 @@ def test_one_sequence_whose_heads_are_split():
     assert "all_gather" not in text
 
 
+def test_where_jax_refuses_updates_other_kernels_append(monkeypatch):
+    """As jax does from 0.11 on, of arrays that vary."""
+    monkeypatch.setattr(_device, "_REFUSES_UPDATES", (0, 0))
+    arguments = tj.init_cache(2, 256, 4, 64), jnp.ones((2, 1, 4, 64), jnp.bfloat16)
+    text = lower(lambda cache, x: tj.append(cache, x, x), arguments)
+    assert "mosaic_gpu" not in text
+    assert "triton" in text
+    with pytest.raises(NotImplementedError, match=r"along the mesh axes \['data'\].*check_vma"):
+        lower(lambda cache, x: tj.append(cache, x, x, implementation="mosaic_gpu"), arguments)
+    with eight_gpus("data"):
+        append = jax.jit(lambda cache, x: tj.append(cache, x, x))
+        assert "mosaic_gpu" in append.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("name", "axis"),

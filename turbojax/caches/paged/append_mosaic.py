@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from turbojax._device import needs_e4m3, needs_mosaic
+from turbojax._device import needs_e4m3, needs_updates
 from turbojax.caches.paged import append_kernels, writing
 from turbojax.caches.paged.checks import Pool
 from turbojax.caches.paged.formats import Codes, Float8, Format, Int8
@@ -28,7 +28,7 @@ def append_unsupported(*, cache: Pool, key: jax.Array, block_tables: jax.Array) 
         if math.prod(vectors) >= 2**31:
             return f"{math.prod(vectors)} vectors of the {name} must be fewer than {2**31}"
     has_float8 = any(isinstance(side, Float8) for side in cache.formats)
-    return needs_mosaic() or (needs_e4m3() if has_float8 else None)
+    return needs_updates(cache, key) or (needs_e4m3() if has_float8 else None)
 
 
 @jax.jit

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from turbojax._device import needs_mosaic
+from turbojax._device import needs_updates
 from turbojax.caches.progressive import append_kernels
 from turbojax.caches.progressive.cache import CacheSide, ProgressiveCache
 from turbojax.numerics.config import TurboConfig
@@ -23,13 +23,12 @@ _OLDEST = "flush='oldest'"
 
 def store_prompt_unsupported(*, cache: ProgressiveCache, key: jax.Array) -> str | None:
     """Why `store_prompt` cannot run this here; None if it can."""
-    del key  # any will do
-    return append_kernels.unsupported(cache) or needs_mosaic()
+    return append_kernels.unsupported(cache) or needs_updates(cache, key)
 
 
 def append_unsupported(*, cache: ProgressiveCache, key: jax.Array) -> str | None:
     """Why `append` cannot run this here; None if it can."""
-    return append_kernels.append_unsupported(cache, key) or needs_mosaic()
+    return append_kernels.append_unsupported(cache, key) or needs_updates(cache, key)
 
 
 def append_part_unsupported(*, cache: ProgressiveCache, key: jax.Array) -> str | None:

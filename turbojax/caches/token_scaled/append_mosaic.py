@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from turbojax._device import needs_e4m3, needs_mosaic
+from turbojax._device import needs_e4m3, needs_updates
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.kv4_append import Settings
@@ -20,10 +20,9 @@ _FIELDS = ("key_codes", "key_scale", "value_codes", "value_scale", "lengths", "o
 
 def append_unsupported(*, cache: Any, key: jax.Array) -> str | None:
     """Why `append` cannot run this here; None if it can."""
-    del cache
     if not math.prod(key.shape):
         return f"key.shape={key.shape} is empty"
-    return needs_mosaic() or needs_e4m3()
+    return needs_updates(cache, key) or needs_e4m3()
 
 
 @jax.jit
