@@ -15,8 +15,12 @@ from turbojax.matmul.int4.weight import Int4Weight
 
 # A kilobyte less than the GPU has: each buffer begins at a multiple of 128 bytes.
 _SHARED_BYTES = 226 * 1024
-# Up to this many tokens each warp multiplies on its own.
-_FEW = 16
+# Up to this many tokens each warp multiplies on its own, if its copies fit.
+_FEW = 32
+# Most strips of a program whose sums fit registers, by eights of tokens.
+_MOST_STRIPS = {1: 7, 2: 7, 3: 7, 4: 4}
+# A warp's slots, of few strips and of many: the ring must be filled first, which more slots delay.
+_FEWEST_SLOTS, _SLOTS, _SLOTS_OF_MANY = 3, 4, 6
 # Tokens of a tile; the unit of copies of more tokens; rows of a tile.
 _TOKENS, _COPY, _TILE = (8, 16, 32, 64, 128), 8, 128
 # Up to this many tokens programs share tiles if these are few; groups that are worth a program.
@@ -43,14 +47,31 @@ class Launch(NamedTuple):
 def default_launch(rows: int, weight: Int4Weight) -> FewLaunch | Launch:
     """The launch for this many tokens."""
     outputs, inputs = weight.padded_shape
-    if rows <= _FEW:
-        return FewLaunch(_strips(outputs // 16, 7), 2, 8)
+    few = _few_launch(rows, outputs) if rows <= _FEW else None
+    if few is not None:
+        return few
     tokens = next((n for n in _TOKENS if n >= rows), _TOKENS[-1])
     tiles, groups = -(-rows // tokens) * -(-outputs // _TILE), inputs // 128
     parts = 1
     if rows <= _SHARED:
         parts = max(1, min(multiprocessors() // tiles, groups // _FEWEST_GROUPS))
     return Launch(tokens, _stages(tokens, parts, weight), parts)
+
+
+def _few_launch(rows: int, outputs: int) -> FewLaunch | None:
+    """None if a warp's copies ahead of so many tokens do not fit."""
+    from pallas_kernels.mosaic.hopper.matmul import w4a16_few
+
+    epilogue = w4a16_few.Epilogue(None, False, False, "bfloat16", swizzle=0)
+    tiles = -(-rows // w4a16_few.TILE)
+    strips = _strips(outputs // w4a16_few.STRIP, _MOST_STRIPS[tiles])
+
+    def size(slots: int) -> int:
+        return w4a16_few.Settings(strips, 2, slots, epilogue).shared_bytes(tiles)
+
+    most = _SLOTS if strips < _MOST_STRIPS[1] else _SLOTS_OF_MANY
+    fitting = [n for n in range(_FEWEST_SLOTS, most + 1) if size(n) <= _SHARED_BYTES]
+    return FewLaunch(strips, 2, fitting[-1]) if fitting else None
 
 
 def _strips(total: int, most: int) -> int:

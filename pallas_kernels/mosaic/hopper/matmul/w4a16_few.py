@@ -1,14 +1,13 @@
 """INT4 weights times few tokens of 16 bits for Hopper.
 
 Roofline, for weights of 14336 x 4096 and 16 tokens on an H200: 31 MB, 7.4 us; 11 instructions for
-eight weights, 3.4 us. Target: 14 us. Seen: 19.3, for one token 12.7. Scales in e4m3 take 27.7, for
-they are converted to 16 bits in every unit.
+eight weights, 3.4 us. Target: 14 us. Seen: 13.3, for one token 10.6; of 4096 x 14336 16.2 and 11.1.
 
 A warp takes 16 rows and 128 inputs at a time, a unit: 1 KB that lies together, which its lanes copy
 some units ahead to shared memory of their own, convert in registers, and multiply with tokens that
-they have loaded themselves; no warp waits for another. A program has some strips of 16 rows,
-and its warps take the groups of inputs in turn, so that a warp's tokens serve all of these strips;
-in the end the warps' sums are added up, always in the same order.
+they have copied, too; no warp waits for another. A program has some strips of 16 rows, and its
+warps take the groups of inputs in turn, so that a warp's tokens serve all of these strips; in the
+end the warps' sums are added up, always in the same order.
 
 Roofline in full and versions: `docs/kernels/matmul.md`.
 """
@@ -34,6 +33,8 @@ _STRIPS = BLOCK_ROWS // STRIP
 _CHUNKS = 4  # Of 32 inputs of a group.
 # Bytes of a unit: codes, then scales, then zero points.
 _SLOT_BYTES, _SCALES_AT, _ZEROS_AT = 1088, 1024, 1056
+# Bytes of a token's 128 inputs, and from one to the next, so that four rows are in other banks.
+_ROW_BYTES, _ROW_STRIDE = 256, 288
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,6 @@ class Settings:
     warpgroups: int
     slots: int  # of a warp, for units that are being copied or in use; at least 2
     epilogue: Epilogue
-    parts: int = 1  # programs that share the inputs of their strips, and write float32 sums
 
     @property
     def warps(self) -> int:
@@ -53,9 +53,18 @@ class Settings:
         """Numbers from token to token in shared memory, so that no two lanes meet in a bank."""
         return self.strips * STRIP + 4
 
+    @property
+    def token_slots(self) -> int:
+        """Groups of inputs whose tokens a warp holds or copies: its own and the units' ahead."""
+        return 1 + (self.strips + self.slots - 2) // self.strips
+
+    def warp_bytes(self, tiles: int) -> int:
+        """Memory of a warp's units and tokens."""
+        return self.slots * _SLOT_BYTES + self.token_slots * tiles * TILE * _ROW_STRIDE
+
     def shared_bytes(self, tiles: int) -> int:
-        """Memory of all warps' units, and later of their sums, for `tiles` tiles of tokens."""
-        return self.warps * max(self.slots * _SLOT_BYTES, tiles * TILE * self.stride * 4)
+        """Memory of all warps' units and tokens, and later of their sums, for so many tiles."""
+        return self.warps * max(self.warp_bytes(tiles), tiles * TILE * self.stride * 4)
 
 
 def _is_gated(s: Settings) -> bool:
@@ -132,19 +141,25 @@ def _load(a: _Arrays, slot: Pointer, number: Int) -> _Unit:
     return _Unit(codes, scales, zeros)
 
 
-def _tokens(a: _Arrays, group: Int, number: Int) -> list[list[list[Int]]]:
-    """The lane's words of its token as stored, for each tile of tokens and 32 inputs of a group."""
+def _copy_tokens(a: _Arrays, group: Int, slot: Pointer, number: Int, is_real: lane.Bool) -> None:
+    """Starts the copies of all tokens' inputs of a group, 16 bytes each; zeros without a token."""
+    row, column = number >> 4, (number & 15) << 4
+    row_bytes = a.groups * _ROW_BYTES
+    source = a.x.times(row, row_bytes).at(group * _ROW_BYTES + column)
+    target = slot.at(row * _ROW_STRIDE + column)
+    for first in range(0, a.tiles * TILE, 2):
+        is_token = is_real & ((row + first) < a.tokens)
+        lane.copy_words(source.at(first * row_bytes), target.at(first * _ROW_STRIDE), is_token)
+
+
+def _tokens(a: _Arrays, slot: Pointer, number: Int) -> list[list[list[Int]]]:
+    """The right operands' words of the lane's token, of each tile and each 32 inputs of a group."""
+    own = slot.at((number >> 2) * _ROW_STRIDE + ((number & 3) << 3))
     out = []
     for tile in range(a.tiles):
-        token = (number >> 2) + tile * TILE
-        is_real = token < a.tokens
-        row = a.x.times(is_real.where(token, 0), a.groups * _GROUP * 2)
-        at = row.at(group * (_GROUP * 2) + ((number & 3) << 3))
-        chunks = []
-        for chunk in range(_CHUNKS):
-            both = [at.at(chunk * 64 + 32 * half).words_once(2, is_real) for half in range(2)]
-            chunks.append(both[0] + both[1])
-        out.append(chunks)
+        at = own.at(tile * TILE * _ROW_STRIDE)
+        chunks = [[at.at(64 * i + 32 * half).words(2) for half in range(2)] for i in range(_CHUNKS)]
+        out.append([int4_half.token_words(*both) for both in chunks])
     return out
 
 
@@ -187,50 +202,58 @@ def _multiply(
     return out
 
 
-def _sums(a: _Arrays, first: Int, begin: Int, end: Int, warp: Int, number: Int) -> list[Float]:
+def _sums(a: _Arrays, first: Int, warp: Int, number: Int) -> list[Float]:
     """A warp's sums over its groups: four for each strip and tile of tokens."""
     s, count = a.s, 4 * a.tiles
     last = a.rows // STRIP - 1
     strips = [(first + i).minimum(last) for i in range(s.strips)]
-    area = a.memory.at(warp * (s.slots * _SLOT_BYTES))
+    end, area = lane.integer(a.groups), a.memory.at(warp * s.warp_bytes(a.tiles))
+    kept, token_bytes = area.at(s.slots * _SLOT_BYTES), a.tiles * TILE * _ROW_STRIDE
 
-    def copy(group: Int, index: int, slot: Int | int) -> None:
-        """Copies the unit of strip `index`; indices go on to the warp's next groups."""
-        group = group + index // s.strips * s.warps
-        _copy(a, strips[index % s.strips], group, area.at(slot * _SLOT_BYTES), number, group < end)
+    def copy(group: Int, index: int, slot: Int | int, token_slot: Int | int) -> None:
+        """Copies the unit of strip `index`; indices go on to the warp's next groups.
 
-    def prepared(group: Int) -> list[Int]:
-        is_there = group < end
-        raw = _tokens(a, is_there.where(group, 0), number)
-        return [x for tile in raw for chunk in tile for x in chunk]
+        With the first unit of a group its tokens are copied, to the slot that is as many further.
+        """
+        ahead, strip = divmod(index, s.strips)
+        group = group + ahead * s.warps
+        is_real = group < end
+        if not strip:
+            place = _wrapped(token_slot + ahead, s.token_slots)
+            _copy_tokens(a, group, kept.at(place * token_bytes), number, is_real)
+        _copy(a, strips[strip], group, area.at(slot * _SLOT_BYTES), number, is_real)
 
     def step(group: Int, state: list[Any]) -> list[Any]:
-        sums, raw, slot = state[: count * s.strips], state[count * s.strips : -1], state[-1]
-        chunks = [raw[i : i + 4] for i in range(0, len(raw), 4)]
-        ordered = [int4_half.token_words(x[:2], x[2:]) for x in chunks]
-        tokens = [ordered[i : i + _CHUNKS] for i in range(0, len(ordered), _CHUNKS)]
-        following = prepared(group + s.warps)
+        *sums, slot, token_slot = state
+        tokens: list[list[list[Int]]] = []
         for i in range(s.strips):
             lane.wait_for_copies(s.slots - 2)
             # All lanes' copies are done, and all have read the unit before, whose slot is next.
             lane.warp_barrier()
             free = slot.equals(0).where(s.slots - 1, slot - 1)
-            copy(group, i + s.slots - 1, free)
+            copy(group, i + s.slots - 1, free, token_slot)
+            tokens = tokens or _tokens(a, kept.at(token_slot * token_bytes), number)
             unit = _load(a, area.at(slot * _SLOT_BYTES), number)
             own = sums[count * i : count * (i + 1)]
             sums[count * i : count * (i + 1)] = _multiply(a, unit, tokens, own)
-            slot = slot.equals(s.slots - 1).where(0, slot + 1)
-        return [*sums, *following, slot]
+            slot = _wrapped(slot + 1, s.slots)
+        return [*sums, slot, _wrapped(token_slot + 1, s.token_slots)]
 
-    start = begin + warp
     for i in range(s.slots - 1):
-        copy(start, i, i)
+        copy(warp, i, i, 0)
     nothing = [lane.number(0.0)] * (count * s.strips)
-    state: list[Any] = [*nothing, *prepared(start), lane.integer(0)]
-    sums = lane.loop(start, end, s.warps, state, step)[: count * s.strips]
+    state: list[Any] = [*nothing, lane.integer(0), lane.integer(0)]
+    sums = lane.loop(warp, end, s.warps, state, step)[: count * s.strips]
     lane.wait_for_copies(0)
     lane.block_barrier()
     return sums
+
+
+def _wrapped(number: Any, count: int) -> Any:
+    """The number of a slot, of one that may be past the last."""
+    if isinstance(number, int):
+        return number % count
+    return (number < count).where(number, number - count)
 
 
 def _put(a: _Arrays, sums: list[Float], warp: Int, number: Int) -> None:
@@ -261,19 +284,13 @@ def _scaled(a: _Arrays, sums: list[Float], row: Int) -> list[Float]:
     return [lane.fma(x, f, b) for x, f, b in zip(sums, factors, biases, strict=True)]
 
 
-def _finish(a: _Arrays, token: Int, row: Int, column: Int, first: Int, part: Int) -> None:
+def _finish(a: _Arrays, token: Int, row: Int, column: Int, first: Int) -> None:
     """Writes four outputs of a token, from `column` of the output on.
 
     `row` is the first of their rows among the program's, `first` that of the program among all.
     """
-    s = a.s
-    sums = _total(a, token, row)
-    if s.parts > 1:
-        at = a.out.times((part * a.tokens + token) * a.rows + column, 4)
-        at.store_words([x.as_int() for x in sums])
-        return
-    values = _scaled(a, sums, first + row)
-    columns, activation, gate = a.rows, s.epilogue.activation, s.epilogue.gate
+    values = _scaled(a, _total(a, token, row), first + row)
+    columns, activation, gate = a.rows, a.s.epilogue.activation, a.s.epilogue.gate
     if gate:
         columns = a.rows // 2
         up = _scaled(a, _total(a, token, row + 8), first + row + 8)
@@ -288,17 +305,15 @@ def _finish(a: _Arrays, token: Int, row: Int, column: Int, first: Int, part: Int
     a.out.times(place, 2).store_words(words)
 
 
-def _program(a: _Arrays, program: Int, part: Int) -> None:
+def _program(a: _Arrays, program: Int) -> None:
     s = a.s
     thread = lane.thread()
     warp, number = lane.uniform(thread >> 5), thread & 31
-    begin = part * a.groups // s.parts
-    end = (part + 1) * a.groups // s.parts
     first = program * s.strips
-    _put(a, _sums(a, first, begin, end, warp, number), warp, number)
+    _put(a, _sums(a, first, warp, number), warp, number)
     lane.block_barrier()
     row = first * STRIP
-    is_gated = _is_gated(s) and s.parts == 1
+    is_gated = _is_gated(s)
     fours = s.strips * (2 if is_gated else 4)
     items = a.tokens * fours
 
@@ -313,7 +328,7 @@ def _program(a: _Arrays, program: Int, part: Int) -> None:
         token, four, own = (is_real.where(x, 0) for x in (item // fours, four, own))
         column = first * (STRIP // 2 if is_gated else STRIP) + (four << 2)
         with lane.when(is_real):
-            _finish(a, token, own, column, row, part)
+            _finish(a, token, own, column, row)
         return state
 
     lane.loop(lane.integer(0), lane.integer(items), 32 * s.warps, [], step)
@@ -338,8 +353,7 @@ def w4a16_few(
     float16 ``[M, K]``, `output_scales` and `bias` float32 ``[N]``, `residual` ``[M, columns]`` in
     `x`'s dtype.
 
-    Returns ``[M, columns]`` in `x`'s dtype, where columns are `N` or, of gated weights, half of it;
-    with several parts float32 sums ``[parts, M, N]``, before everything that follows them.
+    Returns ``[M, columns]`` in `x`'s dtype, where columns are `N` or, of gated weights, half of it.
     """
     s = settings
     (blocks, groups), tokens = codes.shape[:2], x.shape[0]
@@ -348,7 +362,7 @@ def w4a16_few(
     scale_dtype = names.get(scales.dtype.name, scales.dtype.name)
     if scale_dtype == "e4m3":
         scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
-    optional = [zeros, bias, residual] if s.parts == 1 else [zeros, None, None]
+    optional = [zeros, bias, residual]
     given = [codes, scales, x, output_scales, *[y for y in optional if y is not None]]
 
     def body(arrays: list[Pointer], ids: list[Int]) -> None:
@@ -372,19 +386,17 @@ def w4a16_few(
             scale_dtype=scale_dtype,
             s=s,
         )
-        _program(a, ids[0], ids[1])
+        _program(a, ids[0])
 
     columns = rows // 2 if _is_gated(s) else rows
     out = jax.ShapeDtypeStruct((tokens, columns), x.dtype)
-    if s.parts > 1:
-        out = jax.ShapeDtypeStruct((s.parts, tokens, rows), jnp.float32)
     programs = -(-rows // (STRIP * s.strips))
     [result] = lanes.launch(
         body,
         NAME,
         given,
         [out],
-        grid={"program": programs, "part": s.parts},
+        grid={"program": programs},
         warpgroups=s.warpgroups,
         shared=s.shared_bytes(-(-tokens // TILE)),
     )
