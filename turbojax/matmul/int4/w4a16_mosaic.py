@@ -17,12 +17,12 @@ from turbojax.matmul.int4.weight import Int4Weight
 _SHARED_BYTES = 226 * 1024
 # Up to this many tokens each warp multiplies on its own, if its copies fit.
 _FEW = 32
-# Most strips of a program whose sums fit registers, by eights of tokens.
-_MOST_STRIPS = {1: 7, 2: 7, 3: 7, 4: 4}
+_MOST_STRIPS = 7  # of a program, whose sums are in registers
 # A warp's slots, of few strips and of many: the ring must be filled first, which more slots delay.
 _FEWEST_SLOTS, _SLOTS, _SLOTS_OF_MANY = 3, 4, 6
 # Tokens of a tile; the unit of copies of more tokens; rows of a tile.
 _TOKENS, _COPY, _TILE = (8, 16, 32, 64, 128), 8, 128
+_TWO_TEAMS = 64  # most tokens of a tile that two pairs of warpgroups have registers for
 # Up to this many tokens programs share tiles if these are few; groups that are worth a program.
 _SHARED, _FEWEST_GROUPS = 256, 4
 _MOST_STAGES = 12
@@ -37,11 +37,15 @@ class FewLaunch(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """For more tokens: tokens of a tile, stages of groups of inputs, programs that share a tile."""
+    """For more tokens: of a tile, groups of inputs in shared memory, programs that share a tile.
+
+    `teams` are pairs of warpgroups that take a program's groups in turn.
+    """
 
     tokens: int
     stages: int
     parts: int
+    teams: int = 1
 
 
 def default_launch(rows: int, weight: Int4Weight) -> FewLaunch | Launch:
@@ -55,7 +59,8 @@ def default_launch(rows: int, weight: Int4Weight) -> FewLaunch | Launch:
     parts = 1
     if rows <= _SHARED:
         parts = max(1, min(multiprocessors() // tiles, groups // _FEWEST_GROUPS))
-    return Launch(tokens, _stages(tokens, parts, weight), parts)
+    teams = 2 if tokens <= _TWO_TEAMS else 1
+    return Launch(tokens, _stages(tokens, parts, teams, weight), parts, teams)
 
 
 def _few_launch(rows: int, outputs: int) -> FewLaunch | None:
@@ -64,38 +69,38 @@ def _few_launch(rows: int, outputs: int) -> FewLaunch | None:
 
     epilogue = w4a16_few.Epilogue(None, False, False, "bfloat16", swizzle=0)
     tiles = -(-rows // w4a16_few.TILE)
-    strips = _strips(outputs // w4a16_few.STRIP, _MOST_STRIPS[tiles])
+    strips = _strips(outputs // w4a16_few.STRIP)
 
     def size(slots: int) -> int:
         return w4a16_few.Settings(strips, 2, slots, epilogue).shared_bytes(tiles)
 
-    most = _SLOTS if strips < _MOST_STRIPS[1] else _SLOTS_OF_MANY
+    most = _SLOTS if strips < _MOST_STRIPS else _SLOTS_OF_MANY
     fitting = [n for n in range(_FEWEST_SLOTS, most + 1) if size(n) <= _SHARED_BYTES]
     return FewLaunch(strips, 2, fitting[-1]) if fitting else None
 
 
-def _strips(total: int, most: int) -> int:
+def _strips(total: int) -> int:
     """Strips of a program: the number with which all programs end soonest."""
 
     def time(strips: int) -> float:
         programs = -(-total // strips)
         return -(-programs // multiprocessors()) * (strips + 1)
 
-    return min(range(1, most + 1), key=lambda strips: (time(strips), strips))
+    return min(range(1, _MOST_STRIPS + 1), key=lambda strips: (time(strips), strips))
 
 
-def _stages(tokens: int, parts: int, weight: Int4Weight) -> int:
-    """As many stages as fit."""
+def _stages(tokens: int, parts: int, teams: int, weight: Int4Weight) -> int:
+    """As many stages as fit, a multiple of the teams."""
     from pallas_kernels.mosaic.hopper.matmul import w4a16
 
     epilogue = w4a16.Epilogue(None, False, False, "bfloat16", 0)
     row_bytes = weight.scales.dtype.itemsize + (weight.zeros is not None)
 
     def size(stages: int) -> int:
-        settings = w4a16.Settings(epilogue, tokens, stages, 1, parts)
+        settings = w4a16.Settings(epilogue, tokens, stages, teams, parts)
         return settings.shared_bytes(w4a16.stage_bytes(row_bytes, tokens))
 
-    return max(n for n in range(1, _MOST_STAGES + 1) if size(n) <= _SHARED_BYTES)
+    return max(n for n in range(teams, _MOST_STAGES + 1, teams) if size(n) <= _SHARED_BYTES)
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "launch"))
@@ -166,7 +171,12 @@ def _many(
         swizzle=0 if launch.tokens < OUT_MULTIPLE else (64 if weight.gated else 128),
     )
     settings = w4a16.Settings(
-        epilogue, launch.tokens, launch.stages, 1, launch.parts, programs=multiprocessors()
+        epilogue,
+        launch.tokens,
+        launch.stages,
+        launch.teams,
+        launch.parts,
+        programs=multiprocessors(),
     )
     columns = stored // 2 if weight.gated and not is_shared else stored
     # At least two warpgroups' columns, see `program.launch`.
