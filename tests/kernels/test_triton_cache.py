@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import turbojax as tj
-from pallas_kernels.triton import _quantize
+from pallas_kernels.triton import _quantize, rank
 from tests.caches.cache_helpers import assert_same_bits
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax._device import interpret_kernels
+from turbojax.caches.progressive import append_reference
 from turbojax.caches.progressive import append_triton as triton
 from turbojax.caches.progressive.update import store_prompt
 from turbojax.quantizers import pack, quantize_int8, quantize_with_scale, round_scale
@@ -272,7 +273,7 @@ def test_one_sequence_one_head():
 
 @pytest.mark.fuzz
 def test_layers_by_vmap_and_scan_with_donated_memory():
-    """Mixed widths: the ranking runs under `lax.cond`, which `vmap` turns into a choice."""
+    """Mixed widths, whose heads are ranked on the way."""
     layers = 2
     key, value = (jnp.stack([x, 2 * x]) for x in tokens(MIXED, 36, seed=16))
     empty = jax.tree.map(lambda x: jnp.stack([x] * layers), new(MIXED))
@@ -295,6 +296,54 @@ def test_layers_by_vmap_and_scan_with_donated_memory():
         cache = run(empty, key, value, "triton")
     assert_same_bits(cache, expected)
     assert empty.key.buffer.is_deleted()
+
+
+# Ranking -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick(1, slow=0)
+@pytest.mark.parametrize("group", [None, 2])
+@pytest.mark.parametrize("method", ["gap_std", "min_max", "variation"])
+def test_heads_are_ranked_by_the_first_full_buffer(method, group):
+    """By a token that makes the difference; with an open scale, a value that is not finite."""
+    config = dataclasses.replace(
+        MIXED[0], num_low_bit_key_heads=1, head_priority=method, heads_per_group=group
+    )
+    case = config, *MIXED[1:]
+    key, value = tokens(case, 32, seed=17)
+    key = key.at[0, :31, 1].set(0).at[1, :31].multiply(0.01).at[1, 31, 2].set(jnp.nan)
+    lengths = int32(31, 31, 5, 31)
+    cache = prompt_xla(new(case), key[:, :31], value[:, :31], lengths)
+    slots = jnp.tile(int32(3, 2, 1, 0), (BATCH, 1))
+    accepted = int32(1, 1, 1, 0)
+    flushed = append_reference.flushes_of_append(cache, accepted)
+    sides, want = [], []
+    for side, x in ((cache.key, key[:, 31:]), (cache.value, value[:, 31:])):
+        held = dataclasses.replace(side, head_slots=slots)
+        stream, scale, _ = append_reference.buffer_stream(cache, held, x, accepted)
+        ranked = append_reference.rank_first_buffer(cache, held, stream, scale, flushed)
+        want.append(np.asarray(ranked))
+        sides.append(rank.Side(x[:, 0], side.buffer, side.buffer_scale, slots))
+    is_first = append_reference.is_first_flush(cache, flushed).astype(jnp.int32)
+    assert is_first.tolist() == [1, 1, 0, 0]
+    how = {"method": method, "group": group, "interpret": True}
+    got = jax.jit(functools.partial(rank.rank, **how))(is_first, sides)
+    np.testing.assert_array_equal(got, want)
+    assert all((x[2:] == slots[2:]).all() for x in got)
+    assert got[0][1, 2] == 0  # what is not finite
+    assert len({tuple(map(int, row)) for x in got for row in x}) > 2
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+def test_no_step_waits_for_the_host(implementation):
+    """As a condition of XLA's would."""
+    shapes = jax.eval_shape(lambda: (new(MIXED), tokens(MIXED, 1)[0]))
+    append = functools.partial(tj.append, implementation=implementation)
+    text = lower_for_cuda(lambda cache, x: append(cache, x, x), *shapes)
+    assert "turbojax_rank" in text
+    assert "stablehlo.case" not in text
+    assert "stablehlo.if" not in text
 
 
 # The choice --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from turbojax._device import AMPERE, interpreting, needs_gpu
 from turbojax.caches.progressive import append_reference
 from turbojax.caches.progressive.cache import CacheSide, ProgressiveCache
 from turbojax.numerics.config import Mode, TurboConfig
@@ -214,9 +215,7 @@ def appended(
 ) -> ProgressiveCache:
     """`reference.append` of one token per sequence."""
     accepted = append_reference.accepted_tokens(cache, 1, lengths)
-    sides = [
-        _ranked(cache, side, x, accepted) for side, x in ((cache.key, key), (cache.value, value))
-    ]
+    sides = _ranked(cache, key, value, accepted)
     if first is None:
         start = cache.num_blocks % cache.blocks_of_room
     else:
@@ -231,25 +230,57 @@ def appended(
 
 
 def _ranked(
-    cache: ProgressiveCache, side: CacheSide, x: jax.Array, accepted: jax.Array
-) -> CacheSide:
-    """The side with its heads' slots; only the step that fills a first buffer computes them."""
-    if len(side.codes) == 1:
-        return side
+    cache: ProgressiveCache, key: jax.Array, value: jax.Array, accepted: jax.Array
+) -> list[CacheSide]:
+    """The sides with their heads' slots; only the step that fills a first buffer computes them."""
+    sides, tokens, config = [cache.key, cache.value], (key, value), cache.config
+    mixed = [i for i, side in enumerate(sides) if len(side.codes) > 1]
+    if not mixed:
+        return sides
     flushed = append_reference.flushes_of_append(cache, accepted)
+    is_first = append_reference.is_first_flush(cache, flushed)
+    if config.head_priority == "entropy" or needs_gpu(AMPERE):
+        slots = [_slots_of(cache, sides[i], tokens[i], accepted, is_first) for i in mixed]
+    else:
+        from pallas_kernels.triton.rank import Side, rank
+
+        given = [
+            Side(tokens[i][:, 0], sides[i].buffer, sides[i].buffer_scale, sides[i].head_slots)
+            for i in mixed
+        ]
+        slots = rank(
+            is_first.astype(jnp.int32),
+            given,
+            method=config.head_priority,
+            group=config.heads_per_group,
+            interpret=interpreting(),
+        )
+    for i, own in zip(mixed, slots, strict=True):
+        sides[i] = dataclasses.replace(sides[i], head_slots=own)
+    return sides
+
+
+def _slots_of(
+    cache: ProgressiveCache,
+    side: CacheSide,
+    x: jax.Array,
+    accepted: jax.Array,
+    is_first: jax.Array,
+) -> jax.Array:
+    """A side's slots in plain JAX, for which XLA asks the device on the host in every step."""
     inputs = (cache, side, x, accepted)
 
     def rank() -> jax.Array:
         stream, run_scale, _ = append_reference.buffer_stream(cache, side, x, accepted)
+        flushed = append_reference.flushes_of_append(cache, accepted)
         slots = append_reference.rank_first_buffer(cache, side, stream, run_scale, flushed)
         return varying_like(slots, inputs)
 
     def keep() -> jax.Array:
         return varying_like(side.head_slots, inputs)
 
-    first = jnp.any(append_reference.is_first_flush(cache, flushed))
-    slots = jax.lax.cond(first, rank, keep)
-    return dataclasses.replace(side, head_slots=slots)
+    slots: jax.Array = jax.lax.cond(jnp.any(is_first), rank, keep)
+    return slots
 
 
 def layout_of(side: CacheSide, config: TurboConfig) -> dict[str, Any]:
