@@ -33,6 +33,7 @@ from turbojax.caches.paged import api
 from turbojax.caches.paged.decoding import store_and_attend
 from turbojax.caches.paged.layer import (
     PAGE_SIZE,
+    before,
     check_room,
     empty_layer,
     extended,
@@ -258,7 +259,7 @@ class Pages(Kind[PagedLayer]):
         given["max_length"], new = cache.max_length, None
         if lengths is not None:
             new = jnp.minimum(total, cache.max_length) - cache.lengths
-        where = cache.block_tables, cache.lengths, new, query_lengths
+        where = cache.block_tables, before(cache), new, query_lengths
         attended, pages = store_and_attend(query, key, value, cache.pages, *where, **given)
         return attended, extended(cache, pages, total)
 

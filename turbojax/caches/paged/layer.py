@@ -214,7 +214,8 @@ def append(
     """See `turbojax.append`; `implementation` is that of `turbojax.paged.append`."""
     total = check_room(cache, key, value, lengths)
     kept = jnp.minimum(total, cache.max_length)
-    first, counts = cache.lengths, kept - cache.lengths
+    first = before(cache)
+    counts = kept - first
     size = cache.rolling_pages * cache.pages.page_size
     if cache.is_rolling and key.shape[1] > size:
         # If there are more tokens than room, only the newest are stored.
@@ -226,6 +227,15 @@ def append(
     where: Any = {"new_lengths": counts, "implementation": implementation}
     pages = append_to_pages(cache.pages, key, value, cache.block_tables, first, **where)
     return extended(cache, pages, total)
+
+
+def before(cache: PagedLayer) -> jax.Array:
+    """The lengths, int32 ``[B]``, for what writes new tokens beside the lengths after.
+
+    The bound changes nothing. Of the array itself, which those after replace in place, XLA would
+    make a copy, a launch in every step; this it computes with them.
+    """
+    return jnp.maximum(cache.lengths, 0)
 
 
 def extended(cache: PagedLayer, pages: PagedCache, total: jax.Array) -> PagedLayer:
