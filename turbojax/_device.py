@@ -30,6 +30,11 @@ def gpu_compute_capability() -> float | None:
         return None
 
 
+def has_gpu() -> bool:
+    """Whether the default GPU is one of NVIDIA's."""
+    return gpu_compute_capability() is not None
+
+
 def lacks_e4m3() -> bool:
     """Whether the default GPU is NVIDIA's and too old to multiply e4m3, such as an Ampere."""
     found = gpu_compute_capability()

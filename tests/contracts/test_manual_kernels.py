@@ -77,8 +77,8 @@ def test_where_jax_refuses_updates_other_kernels_append(monkeypatch):
     with pytest.raises(NotImplementedError, match=r"along the mesh axes \['data'\].*check_vma"):
         lower(lambda cache, x: tj.append(cache, x, x, implementation="mosaic_gpu"), arguments)
     with eight_gpus("data"):
-        append = jax.jit(lambda cache, x: tj.append(cache, x, x))
-        assert "mosaic_gpu" in append.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        traced = jax.jit(lambda cache, x: tj.append(cache, x, x)).trace(*arguments)
+        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.quick(1, slow=0)

@@ -1,5 +1,8 @@
 """`TurboAttention`: what it computes, without a cache and through an exact one."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +22,8 @@ from tests.flax.flax_helpers import (
     tokens,
 )
 from turbojax.caches import AttentionOptions, PooledAttention
+from turbojax.flax import linen
+from turbojax.flax.projections import linear
 from turbojax.rotary import Rope
 
 VARIANTS = {
@@ -40,8 +45,37 @@ VARIANTS = {
 }
 
 
+def nnx_linear():
+    kinds = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+    return linear(WIDTH, 7, use_bias=True, rngs=nnx.Rngs(1), **kinds)
+
+
+def linen_linear():
+    layer = linen._linear(7, None, True, dtype=jnp.float32, param_dtype=jnp.float32)
+    variables = layer.init(jax.random.key(0), jnp.ones((1, WIDTH)))
+    return functools.partial(layer.apply, variables)
+
+
 def close(out, expected):
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=0, atol=ROUNDING)
+
+
+# Linear layers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("make", [nnx_linear, linen_linear], ids=["nnx", "linen"])
+def test_on_a_gpu_a_single_row_is_multiplied_beside_another(make):
+    apply = make()
+    for shape, rows in (((1, 1, WIDTH), 2), ((1, 3, WIDTH), 3), ((WIDTH,), None)):
+        x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+        text = jax.jit(apply).lower(x).as_text()
+        assert (f"tensor<2x1x{WIDTH}xf32>" in text) == (rows == 2)
+        want = apply(jnp.broadcast_to(x, (2, *shape)))[0]
+        np.testing.assert_allclose(apply(x), want, rtol=0, atol=ROUNDING)
+        grad = jax.grad(lambda x: jnp.sum(apply(x)))(x)
+        assert grad.shape == shape
+        assert np.isfinite(grad).all()
 
 
 # The mathematics ----------------------------------------------------------------------------------

@@ -14,7 +14,13 @@ from turbojax.caches import AttentionOptions, CacheKind, LayerCache
 from turbojax.caches.whole import WholeAttention
 from turbojax.flax._self_attention import SelfAttention
 from turbojax.flax.norms import rms_norm
-from turbojax.flax.projections import check_norm_eps, check_sharding, kernel_init, rotate
+from turbojax.flax.projections import (
+    check_norm_eps,
+    check_sharding,
+    dot_general,
+    kernel_init,
+    rotate,
+)
 from turbojax.numerics.config import TurboConfig
 from turbojax.rotary import Rope
 
@@ -178,4 +184,5 @@ def _linear(
         param_dtype=param_dtype,
         kernel_init=init,
         bias_init=bias_init,
+        dot_general=dot_general,
     )

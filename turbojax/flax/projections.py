@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from turbojax import _checks
+from turbojax import _checks, _device
 from turbojax.flax.norms import RMSNorm
 from turbojax.rotary import Rope
 
@@ -189,9 +189,38 @@ def linear(
         dtype=dtype,
         param_dtype=param_dtype,
         kernel_init=kernel_init(gain),
+        dot_general=dot_general,
         rngs=rngs,
         **metadata,
     )
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """`jax.lax.dot_general`; a single row is multiplied beside one of zeros on a GPU.
+
+    Of a row times a matrix of up to ten million numbers XLA (of jax 0.11) makes a kernel that
+    writes every product to memory, rounded to the operands' dtype, and one that adds them up: three
+    times the bytes. Two rows take a matrix product.
+    """
+    rest: Any = {"precision": precision, "preferred_element_type": preferred_element_type}
+    if (
+        set(lhs.shape[:-1]) != {1}
+        or dimension_numbers != (((lhs.ndim - 1,), (0,)), ((), ()))
+        or out_sharding is not None
+        or not _device.has_gpu()
+    ):
+        return jax.lax.dot_general(lhs, rhs, dimension_numbers, **rest, out_sharding=out_sharding)
+    rows = jnp.pad(lhs, [(0, 1), *[(0, 0)] * (lhs.ndim - 1)])
+    product: jax.Array = jax.lax.dot_general(rows, rhs, dimension_numbers, **rest)
+    return product[:1]
 
 
 class AdaptedLinear(nnx.Linear):
@@ -203,8 +232,9 @@ class AdaptedLinear(nnx.Linear):
     def __init__(self, base: nnx.Linear, *, rngs: nnx.Rngs) -> None:
         """Initializes a layer of `base`'s sizes and dtypes, whose adapter adds nothing."""
         inputs, outputs = base.in_features, base.out_features
-        dtypes: dict[str, Any] = {"dtype": base.dtype, "param_dtype": base.param_dtype}
-        super().__init__(inputs, outputs, use_bias=base.use_bias, rngs=rngs, **dtypes)
+        same: dict[str, Any] = {"dtype": base.dtype, "param_dtype": base.param_dtype}
+        same["dot_general"] = base.dot_general
+        super().__init__(inputs, outputs, use_bias=base.use_bias, rngs=rngs, **same)
         self.lora_a = nnx.Param(jnp.zeros((inputs, 1), jnp.float32))
         self.lora_b = nnx.Param(jnp.zeros((1, outputs), jnp.float32))
 
@@ -251,7 +281,7 @@ def _product(x: jax.Array, matrix: jax.Array, layer: nnx.Linear) -> jax.Array:
     """``[..., in]`` times ``[in, out]`` in the layer's dtype and precision."""
     contract = (((x.ndim - 1,), (0,)), ((), ()))
     operands = x.astype(layer.dtype), matrix.astype(layer.dtype)
-    return jax.lax.dot_general(*operands, contract, precision=layer.precision)
+    return dot_general(*operands, contract, precision=layer.precision)
 
 
 def kernel_init(gain: float) -> jax.nn.initializers.Initializer:
