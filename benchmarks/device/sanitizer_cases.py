@@ -123,6 +123,21 @@ def _write(implementation: Any) -> Any:
     return call, (cache, *_prompt()[1:], _normal(5, 1, 12, 1, 64))
 
 
+def _two_widths(implementation: Any) -> Any:
+    """Tokens of an empty cache, whose first full buffer ranks the heads."""
+
+    def call(cache: Any, new: jax.Array) -> Any:
+        def step(cache: Any, token: jax.Array) -> Any:
+            return tj.append(cache, token, -token, implementation=implementation), None
+
+        return jax.lax.scan(step, cache, jnp.moveaxis(new, 1, 0)[:, :, None])[0]
+
+    config = tj.TurboConfig(
+        num_low_bit_key_heads=2, num_low_bit_value_heads=1, block_kv=32, buffer_size=32
+    )
+    return call, (tj.init_cache(2, 200, 3, 64, config=config), _normal(5, 2, 34, 3, 64))
+
+
 def _decode(implementation: str, capacity: int = 400, tokens: int = 1, **config: Any) -> Any:
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         lengths = jnp.array([330], jnp.int32)
@@ -325,6 +340,7 @@ CASES = {
     "cache, written, Hopper": _case(
         "compress_hopper count_hopper append_hopper", _write, "mosaic_gpu"
     ),
+    "cache, two widths": _case("rank append", _two_widths, "triton"),
     "cache, decode": _case("decode decode_merge", _decode, "triton"),
     "kv4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_cache, "triton"),
     "k8v4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_k8v4_cache, "triton"),
