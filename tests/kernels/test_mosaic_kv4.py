@@ -304,7 +304,7 @@ def append(monkeypatch):
     update = functools.partial(emulated.update, backwards=True)
     monkeypatch.setattr(kv4_append.lanes, "update", update)
     monkeypatch.setattr(warp, "block_barrier", lambda: None, raising=False)
-    monkeypatch.setattr(append_mosaic, "needs_mosaic", lambda: None)
+    monkeypatch.setattr(append_mosaic, "needs_updates", lambda *_: None)
     return functools.partial(kv4.append, implementation="mosaic_gpu")
 
 
